@@ -212,6 +212,11 @@ class PromptPlanner:
             "length": known.length,
         }
 
+    def has_same_places(self, state: dict[str, Any]) -> bool:
+        """Return whether a `state_dict` is of as many rows and as many prompts per step."""
+        saved = (state["num_rows"], state["per_step"])
+        return saved == (self.order.num_rows, self.order.per_step)
+
     def load_state_dict(
         self, state: dict[str, Any], *, step: int, allow_change: bool = False
     ) -> None:
@@ -237,8 +242,7 @@ class PromptPlanner:
             k: PromptPlan(**plan | {name: tuple(plan[name]) for name in ("rows", "lengths")})
             for k, plan in state["plans"].items()
         }
-        saved = (state["num_rows"], state["per_step"])
-        if saved != (self.order.num_rows, self.order.per_step):
+        if not self.has_same_places(state):
             # Saved positions may mean other rows now, so plans start again at the place that the
             # steps so far reach without a curriculum.
             self._planned = step

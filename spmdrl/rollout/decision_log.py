@@ -39,6 +39,7 @@ from spmdrl.config.fields import replay_folder
 from spmdrl.errors import Refusal
 from spmdrl.imports import versions
 from spmdrl.journal import Journal, Row
+from spmdrl.same_run.data_files import data_digests
 from spmdrl.same_run.differences import config_of, differences, is_among
 from spmdrl.value_forms import (
     Form,
@@ -233,7 +234,12 @@ def facts(cfg: Config, *, tokens_per_microbatch: int) -> dict[str, dict[str, Any
     compared = {name: value for name, value in config.items() if not is_among(name, _MAY_DIFFER)}
     if cfg.rollout.schedule.kv_cache == "keep":  # a checkpoint has keys and values computed again
         compared |= {name: config[name] for name in _TIMES_OF_CHECKPOINTS}
-    return {"config": compared, "packages": versions(), "model": {"files": _files_of_model(cfg)}}
+    return {
+        "config": compared,
+        "packages": versions(),
+        "model": {"files": _files_of_model(cfg)},
+        "data": data_digests(cfg),
+    }
 
 
 def facts_of(lines: Sequence[Line]) -> list[dict[str, Any]]:

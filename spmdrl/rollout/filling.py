@@ -7,6 +7,7 @@ another replica.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -28,6 +29,8 @@ from spmdrl.rollout.resumed_work import (
     group_from_dict,
     group_to_dict,
     resume_state,
+    row_digest,
+    without_work,
 )
 from spmdrl.rollout.staleness import make_rules
 from spmdrl.rollout.step_prompts import StepPrompts
@@ -35,6 +38,8 @@ from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import has_spread
 from spmdrl.types import Rollouts
 from spmdrl.world.world import World
+
+log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.002
 
@@ -162,8 +167,11 @@ class StepFiller:
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
         """Deal the saved groups to this job's leaders. Their number may have changed."""
+        is_same = self.prompts.load_state_dict(states[0]["planner"], step=step)
+        if not is_same or not self._continues(states):
+            self._warn_of_dropped(states)
+            states = without_work(states, step=step)
         check_environments(states, trusts_pickles=self.cfg.checkpoint.trust_pickles)
-        self.prompts.load_state_dict(states[0]["planner"], step=step)
         restored = resume_state(states, step=step, share=self.share, costs_of=self.prompts.costs)
         self._use_book(restored.book)
         self.next = restored.book.next
@@ -183,6 +191,28 @@ class StepFiller:
                 self._report(group)
             for episode in episodes:
                 self.loop.start(episode)
+
+    def _continues(self, states: list[dict[str, Any]]) -> bool:
+        """Return whether this run can finish all saved groups: each still has its row and its
+        number of samples."""
+        return all(
+            plain["row"] == row_digest(self.prompts.at(plain["step"], plain["slot"]))
+            and len(plain["samples"]) + len(plain["episodes"]) == self._per_group
+            for state in states
+            for plain in state["waiting"]
+        )
+
+    def _warn_of_dropped(self, states: list[dict[str, Any]]) -> None:
+        groups = sum(len(state["waiting"]) for state in states)
+        steps = sorted({step for state in states for step in state["ahead"]})
+        if (groups or steps) and not self.share.replica:
+            log.warning(
+                "the checkpoint's rollouts have other prompts, or more or fewer samples, than this "
+                "run: %d groups under way and the rollouts of %d later steps are dropped, and "
+                "these steps are sampled again",
+                groups,
+                len(steps),
+            )
 
     # ---------------------------------------------------------------- the book
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from spmdrl.environments.plain_state import PLAIN
 from spmdrl.errors import Refusal
+from spmdrl.plain import pack
 from spmdrl.rollout.balance import deal, deal_again
 from spmdrl.rollout.book import Book
 from spmdrl.rollout.episode import Draw, Episode, FinishedEpisode, Group
@@ -18,7 +20,8 @@ from spmdrl.workers.pool import RewardResult
 
 
 def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]:
-    """Return a group as dictionaries, tensors and numbers, without the prompt.
+    """Return a group as dictionaries, tensors and numbers, with a digest of its row in place of
+    the prompt.
 
     Args:
         unfinished: episodes of this group and of others, with the tokens drawn so far.
@@ -26,6 +29,7 @@ def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]
     return {
         "step": group.step,
         "slot": group.slot,
+        "row": row_digest(group.prompt),
         "version": group.version,
         "samples": [
             {
@@ -49,6 +53,17 @@ def _episode_to_dict(episode: Episode) -> dict[str, Any]:
         "environment": episode.environment.decode("latin-1"),
         "tree": None if episode.tree is None else episode.tree.state_dict(),
     }
+
+
+def row_digest(prompt: Prompt) -> str:
+    """Return the first 16 digits of a sha256 of a prompt's row and the index of its source."""
+    return hashlib.sha256(pack([prompt.source, prompt.row])).hexdigest()[:16]
+
+
+def without_work(states: Sequence[dict[str, Any]], *, step: int) -> list[dict[str, Any]]:
+    """Return saved states as if no replica had begun `step` or a later one."""
+    nothing: dict[str, Any] = {"ahead": {}, "number": 0, "complete": [], "left": {}, "waiting": []}
+    return [state | nothing | {"next": step, "opened": step} for state in states]
 
 
 def check_environments(states: Sequence[dict[str, Any]], *, trusts_pickles: bool) -> None:

@@ -87,10 +87,14 @@ class StepPrompts:
         """Return the planner's state, which all replicas share; None off the first replica."""
         return None if self.share.replica else self.planner.state_dict() | {"data": self._data}
 
-    def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, step: int) -> bool:
         """Restore the state that the first replica returned before `step`; of other data, without
-        what was measured of rows."""
-        if state["data"] != self._data:
+        what was measured of rows.
+
+        Returns: whether steps and slots of the checkpoint may still have the same prompts.
+        """
+        is_same = state["data"] == self._data
+        if not is_same:
             state = state | {name: state[name][:0] for name in ("rows", "rates", "lengths")}
             if not self.share.replica:
                 log.warning(
@@ -100,3 +104,4 @@ class StepPrompts:
         allow = self.cfg.checkpoint.allow_config_change
         self.planner.load_state_dict(state, step=step, allow_change=allow)
         self._of.cache_clear()
+        return is_same and self.planner.has_same_places(state)

@@ -189,6 +189,17 @@ def test_times_of_checkpoints_decide_on_numbers_if_caches_are_kept(tmp_path):
             assert (after != before) is (kept == "keep"), (kept, other)
 
 
+def test_decisions_of_a_run_on_other_rows_are_refused(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}')
+    cfg = config_of(tmp_path, data=dict(train=str(rows)))
+    recorded(tmp_path, cfg)
+    check_schedule(cfg)
+    rows.write_text('{"prompt": "b"}')
+    with refused("content of data.train: '"):
+        check_schedule(cfg)
+
+
 def test_decisions_of_another_version_are_refused(tmp_path, monkeypatch):
     recorded(tmp_path, config_of(tmp_path))
     monkeypatch.setattr(imports, "__version__", "9.9")
