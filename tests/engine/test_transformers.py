@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from spmdrl.check.settings import validate
 from spmdrl.config import Config, MemorySettings
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.transformers.draws import draw, numbers
+from spmdrl.model.logit_passes import log_probs
 from spmdrl.world.world import World
 from tests.helpers.comparing import plain_scores
 from tests.helpers.drawn import finished
@@ -59,6 +61,16 @@ def test_draws_follow_the_distribution_of_each_rows_temperature():
     )
     assert mixed.tolist() == [0, 0, 5]  # greedy; the two ends of the distribution
     assert float(logprobs[0]) == pytest.approx(float(torch.log_softmax(logits, 0)[0]))
+
+
+def test_only_exact_draws_have_the_bits_of_the_trainers_head():
+    logits = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0)) * 3
+    settings: Any = dict(temperatures=torch.zeros(64), at=torch.zeros(64, dtype=torch.float64))
+    likeliest = logits.argmax(-1, keepdim=True)
+    plain, exact = (draw(logits, **settings, is_exact=is_exact)[1] for is_exact in (False, True))
+    assert torch.equal(plain, logits.log_softmax(-1).gather(1, likeliest)[:, 0])
+    assert torch.equal(exact, log_probs(logits).gather(1, likeliest)[:, 0])
+    assert not torch.equal(plain, exact), "the case is not tested"
 
 
 # --------------------------------------------------------------------------- the model

@@ -147,6 +147,7 @@ class TransformersEngine:
                 self._runner.tensor([len(sequence.tokens) for sequence in running]),
             ),
             truncations=truncations if any(t.is_on for t in truncations) else (),
+            is_exact=self.cfg.engine.exact,
         )
         is_finite = logprobs.isfinite()
         if not bool(is_finite.all()):
