@@ -13,7 +13,7 @@ from spmdrl.config import Config, flatten
 from spmdrl.types import Batch
 
 ROOT = Path(__file__).parents[2]
-WRITTEN_BY_PROGRAMS = {"algorithms.md", "models.md", "planning.md"}
+WRITTEN_BY_PROGRAMS = {"algorithms.md", "models.md"}
 PAGES = [
     page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in WRITTEN_BY_PROGRAMS
 ]
