@@ -32,7 +32,7 @@ from spmdrl.rollout.resumed_work import (
     row_digest,
     without_work,
 )
-from spmdrl.rollout.staleness import make_rules
+from spmdrl.rollout.staleness import make_rules, num_to_admit
 from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import has_spread
@@ -80,7 +80,9 @@ class StepFiller:
             self.recorder = Recorder(cfg, replica=world.replica, num_replicas=replicas)
         self._per_group = draw.samples + draw.has_greedy
         self.decisions = loop.decisions
-        max_sequences = -(-self.rules.lookahead // self.share.num_writers) * self._per_group
+        ahead = cfg.lag if self.schedule.in_flight else 0
+        most = num_to_admit(self.rules, 0, next_step=0, last_step=ahead, version=0)
+        max_sequences = -(-most // self.share.num_writers) * self._per_group
         loop.idle = Idle(min(cfg.engine.max_num_seqs, max_sequences))
         self._use_book(Book())
         self.ahead: dict[int, Rollouts] = {}

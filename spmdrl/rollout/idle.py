@@ -2,7 +2,8 @@
 
 While an engine samples a step's share, each second counts as idle by the fraction of its places
 that are empty: with a quarter of the places in use, a second counts 0.75 s. An engine has as many
-places as the share can fill, at most engine.max_num_seqs.
+places as the shares that it samples at once can fill, at most engine.max_num_seqs: one share, or in
+flight those of `lag` later steps too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Idle:
     """Adds up the idle seconds of one replica's engine. Only the replica's leader has one.
 
     Args:
-        width: places of the engine that the replica's share can fill, sequences.
+        width: places of the engine, sequences.
     """
 
     def __init__(self, width: int = 1):

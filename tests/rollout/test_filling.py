@@ -1,4 +1,4 @@
-"""Checkpoints with groups under way, resumed with other rows or other sizes of batches."""
+"""A replica's shares: the places of its engine, and what a resume with other rows keeps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from spmdrl.data.prompts import PromptSource
 from spmdrl.rollout.decisions import Decisions
 from spmdrl.rollout.episode import Draw, Episode, Trajectory
 from spmdrl.rollout.filling import StepFiller
+from spmdrl.rollout.idle import Idle
 from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from tests.helpers.built import changed, made
 
@@ -26,6 +27,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.decisions = Decisions()
+        self.idle = Idle()
         self.episodes: list[Episode] = []
 
     def start(self, episode: Episode) -> None:
@@ -58,6 +60,20 @@ def filler_of(cfg: Config, *, replica: int = 0) -> StepFiller:
     prompts = PromptSource(cfg, character_tokenizer())
     loop: Any = Loop()
     return StepFiller(cfg, world, loop=loop, prompts=prompts, draw=draw)
+
+
+@pytest.mark.parametrize(
+    "changes, places",
+    [
+        ({}, 4),
+        (dict(rollout=dict(schedule=dict(over_sample=1.0))), 2),
+        (dict(lag=2), 4),
+        (dict(lag=2, rollout=dict(schedule=dict(in_flight=True))), 8),
+        (dict(lag=2, rollout=dict(schedule=dict(in_flight=True)), engine=dict(max_num_seqs=5)), 5),
+    ],
+)
+def test_an_engine_has_the_places_that_it_can_fill_at_once(cfg, changes, places):
+    assert filler_of(changed(cfg, **changes)).loop.idle.width == places
 
 
 def saved(cfg: Config) -> list[dict]:
