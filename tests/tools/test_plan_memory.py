@@ -11,6 +11,7 @@ import torch
 
 from spmdrl.config import Config, MemorySettings
 from spmdrl.config.fields import useful_tokens
+from spmdrl.model.attention.packing import padded_groups
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import LoraForm, adapter_numel
 from spmdrl.model.model_shape import Attention, ModelShape, model_shape
@@ -24,7 +25,6 @@ from spmdrl.tools.plan.activations import (
     RowPart,
     exchange_bytes,
     flash_backward_bytes,
-    padded_groups,
     saved_bytes,
     shared_groups,
 )

@@ -182,11 +182,10 @@ def make_packing(
     if padded and key_index is not None:
         queries = _with_others_queries(count, others, key_index)
     members = _alike(queries, others - queries) if padded else []
-    starts, packing = _pack(queries, members)
-    key_starts = starts
+    packing = _pack(queries, members)
     keys = key_copies = None
     if key_lengths is not None:
-        key_starts, keys = _pack(others, members)
+        keys = _pack(others, members)
     if key_index is not None and keys is not None:
         if queries is not count:
             # The queries of a sequence are all its keys' tokens, or only its own.
@@ -203,16 +202,6 @@ def make_packing(
             key_copies = make_copies(key_index[keys.pad_index], device, real=keys.unpad_index)
         else:
             key_copies = make_copies(key_index, device)
-    groups = tuple(
-        PaddedGroup(
-            len(own),
-            start=start,
-            length=int(queries[own].max()),
-            key_start=key_start,
-            key_length=int(others[own].max()),
-        )
-        for own, start, key_start in zip(members, starts, key_starts)
-    )
     packing = packing.to(device)
     if spans is not None:
         spans = spans.to(device)
@@ -220,8 +209,35 @@ def make_packing(
         spans = none.index_copy(0, packing.unpad_index, spans)
     keys = None if keys is None else keys.to(device)
     return replace(
-        packing, groups=groups, keys=keys, key_copies=key_copies, chunked=chunked, spans=spans
+        packing,
+        groups=_groups(queries, others, members),
+        keys=keys,
+        key_copies=key_copies,
+        chunked=chunked,
+        spans=spans,
     )
+
+
+def padded_groups(lengths: Sequence[int]) -> tuple[PaddedGroup, ...]:
+    """Return the groups of `make_packing` for sequences that share nothing."""
+    count = torch.tensor(lengths, dtype=torch.int64)
+    return _groups(count, count, _alike(count, torch.zeros_like(count)))
+
+
+def _groups(
+    lengths: Tensor, key_lengths: Tensor, members: Sequence[Tensor]
+) -> tuple[PaddedGroup, ...]:
+    """Return the groups of these members, one after another."""
+    groups = []
+    start = 0
+    key_start = 0
+    for own in members:
+        length = int(lengths[own].max())
+        key_length = int(key_lengths[own].max())
+        groups.append(PaddedGroup(len(own), start, length, key_start, key_length))
+        start += len(own) * length
+        key_start += len(own) * key_length
+    return tuple(groups)
 
 
 def _with_others_queries(lengths: Tensor, key_lengths: Tensor, key_index: Tensor) -> Tensor:
@@ -266,11 +282,9 @@ def _alike(lengths: Tensor, before: Tensor) -> list[Tensor]:
     return groups
 
 
-def _pack(lengths: Tensor, groups: Sequence[Tensor]) -> tuple[list[int], Packing]:
-    """Return where each group's padded rows start, and the packing without its groups, on the
-    CPU."""
+def _pack(lengths: Tensor, groups: Sequence[Tensor]) -> Packing:
+    """Return the packing without its groups, on the CPU."""
     cu_seqlens = _bounds(lengths)
-    starts = []
     row = 0
     empty = torch.empty(0, dtype=torch.int64)
     pads = [empty]
@@ -285,11 +299,10 @@ def _pack(lengths: Tensor, groups: Sequence[Tensor]) -> tuple[list[int], Packing
         is_real = columns[None] < lengths[members][:, None]
         rows_of[packed[is_real]] = padded_rows[is_real]
         pads.append(packed.reshape(-1))
-        starts.append(row)
         row += packed.numel()
     pad_index = torch.cat(pads)
     in_order = torch.arange(int(cu_seqlens[-1]))
-    return starts, Packing(
+    return Packing(
         cu_seqlens=cu_seqlens,
         max_seqlen=int(lengths.max()),
         pad_index=pad_index,

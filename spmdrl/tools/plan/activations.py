@@ -54,11 +54,6 @@ class SavedBytes:
         return self.blocks + self.recomputed + self.rest
 
 
-def padded_groups(lengths: Sequence[int]) -> tuple[PaddedGroup, ...]:
-    """Return how padded attention groups sequences of these lengths."""
-    return make_packing(lengths, torch.device("cpu"), padded=True).groups
-
-
 @lru_cache(maxsize=4096)
 def shared_groups(prompt: int, response: int, *, count: int) -> tuple[PaddedGroup, ...]:
     """Return how padded attention groups a prompt and `count` responses to it, which share it."""

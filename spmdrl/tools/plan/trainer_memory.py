@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from spmdrl.config.fields import least_tokens, useful_tokens
-from spmdrl.model.attention.packing import PaddedGroup
+from spmdrl.model.attention.packing import PaddedGroup, padded_groups
 from spmdrl.model.divisibility import context_method
 from spmdrl.model.head import logit_bytes
 from spmdrl.model.model_shape import Block, ModelShape
@@ -17,7 +17,6 @@ from spmdrl.tools.plan.activations import (
     exchange_bytes,
     flash_backward_bytes,
     mlp_bytes,
-    padded_groups,
     saved_bytes,
     ulysses_extra_bytes,
 )
