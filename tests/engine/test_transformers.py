@@ -133,6 +133,9 @@ def forbid_vllm() -> None:
     """Make any import of it fail, as where it is not installed."""
     for name in {"vllm", *(name for name in sys.modules if name.startswith("vllm."))}:
         sys.modules[name] = None
+    # These were imported before the fork, with vLLM.
+    for name in [name for name in sys.modules if name.startswith("spmdrl.engine.vllm")]:
+        del sys.modules[name]
 
 
 def refusals(world: World, model: str) -> dict[str, str]:

@@ -13,8 +13,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from spmdrl.tools.proof import ranks
 from spmdrl.tools.proof.ranks import RankError, on_ranks
 
+ranks.PRELOADED = [*ranks.PRELOADED, "tests.helpers.preloaded"]
 _PORTS = range(16000, 20000)  # below those of jobs under Slurm, and those that the system deals out
 
 

@@ -44,6 +44,12 @@ open(f"{cfg.output_dir}/waits_{world.rank}", "w").write(json.dumps(lines))
 """To be put before all parts are made, and after the loop: each rank writes down the lines of
 train.py in which it waited for other ranks."""
 
+FORGET = """import sys
+for name in [name for name in sys.modules if name.startswith("spmdrl")]:
+    del sys.modules[name]
+"""
+"""To be put first: ranks are forks that have imported all of spmdrl already."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -109,6 +115,7 @@ ours = [name for name in sys.modules if name.startswith("spmdrl.")]
 open(f"{{cfg.output_dir}}/modules_{{world.rank}}", "w").write(" ".join(ours))
 """
     edits = {TRAIN: f"{WATCHED}{TRAIN}", FINISH: f"{WAITED}{modules}"}
+    edits["import signal"] = f"{FORGET}import signal"
     flags = {"evaluate.every-steps": 2, "data.eval-size": 4}
     return rows_of(folder, "metric", dict([edit(1)]) | edits, **flags)
 

@@ -20,6 +20,8 @@ from unittest import mock
 
 from spmdrl.world.launch import child_environment
 
+PRELOADED = ["spmdrl.tools.proof.preloaded"]
+"""Modules that the process imports whose forks the ranks are."""
 _SECRET = secrets.token_hex(32)
 """The secret of all jobs that this process starts."""
 
@@ -55,7 +57,7 @@ def start_rank(environment: dict[str, str], target: Callable[..., Any], *args: A
     of a core for a trainer, and 15 s for an engine.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["spmdrl.tools.proof.preloaded"])
+    context.set_forkserver_preload(PRELOADED)
     root = str(Path(__file__).parents[3])
     # An empty entry would be the current folder, which may have other modules.
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
