@@ -2,7 +2,8 @@
 
 A cell is a row (a model, an objective, options) on a mesh. One start of four ranks runs all of
 them: the groups of a mesh are made anew within the same job. The reference of a row is the same
-two steps on one rank of that job, in float32.
+two steps on one rank of that job, in float32. In the second step both sequences of a pair begin
+with a prompt, which is computed once, but not by the reference.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from tests.helpers.policy_runs import (
 )
 from tests.helpers.worlds import in_world, make_trainer
 
-STEPS = 2
+PROMPTS = (0, 40)
+"""Tokens that both sequences of a pair begin with, at each step."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,6 @@ class Row:
     """The model's section of the config."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other arguments of policy_runs.config."""
-    prompt: int = 0
-    """Tokens before both sequences of a pair, which are computed once, but not by the reference."""
 
 
 _UNEVEN = {"hidden_size": 48, "heads": 6, "kv_heads": 3}  # neither cp 4 nor cp 2 * tp 2 divides
@@ -97,11 +97,11 @@ ROWS = {
     "gemma3, tied": Row((), architecture="gemma3", sizes={"tied": True}),
     "mistral": Row((), architecture="mistral", hf_config={"sliding_window": 6}),
     "dpo": Row(("cp2 tp2",), options={"objective": "preference", "loss": "dpo"}),
-    "critic": Row(("shard2 cp2",), options={"advantage": "gae"}),
+    "critic": Row(("shard2 cp2", "cp2 tp2"), options={"advantage": "gae"}),
     "reward model": Row(("cp2 tp2",), options=_REWARD_MODEL),
     "sft": Row(("shard4",), options={"objective": "sft"}),
     "distillation": Row(("cp2 tp2",), options={"objective": "distill", "loss": "divergence"}),
-    "prime": Row(("cp4",), options={"advantage": "prime"}),
+    "prime": Row(("cp4", "shard2 cp2"), options={"advantage": "prime"}),
     "lora": Row(("cp2 tp2",), model={"lora": {"rank": 3, "alpha": 12}}, options={"kl_coef": 0.1}),
     "lora, embedding": Row(
         (), model={"lora": {"rank": 3, "targets": ["embed_tokens", "down_proj"]}}
@@ -144,24 +144,6 @@ ROWS = {
     "deepseek_v3, balancing bias": Row(
         ("tp4 ep4",), architecture="deepseek_v3", model={"moe": {"balance": "bias", "rate": 0.02}}
     ),
-}
-_SHARED = {"prompt": 40}
-ROWS |= {
-    "shared, qwen3": Row(("shard2 cp2",), **_SHARED),
-    "shared, qwen3, gather": Row(("cp2 tp2",), model=_GATHER, **_SHARED),
-    "shared, qwen3, ring, checkpointing": Row(
-        ("cp4",), sizes=_UNEVEN, model=_RING | _RECOMPUTED, **_SHARED
-    ),
-    "shared, gemma2": replace(ROWS["gemma2"], **_SHARED),
-    "shared, dpo": replace(ROWS["dpo"], **_SHARED),
-    "shared, critic": replace(ROWS["critic"], meshes=("cp2 tp2",), **_SHARED),
-    "shared, reward model": replace(ROWS["reward model"], **_SHARED),
-    "shared, distillation": replace(ROWS["distillation"], **_SHARED),
-    "shared, prime": replace(ROWS["prime"], meshes=("shard2 cp2",), **_SHARED),
-    "shared, lora": replace(ROWS["lora"], **_SHARED),
-    "shared, mixtral": replace(ROWS["mixtral, checkpointing"], **_SHARED),
-    "shared, gpt_oss": replace(ROWS["gpt_oss"], **_SHARED),
-    "shared, deepseek_v3": replace(ROWS["deepseek_v3, balancing bias"], **_SHARED),
 }
 DEFAULT = [(row, mesh) for row in ROWS for mesh in ROWS[row].meshes]
 
@@ -217,7 +199,7 @@ def _watch(trained: Any, kept: list[dict[str, Tensor]]) -> None:
     trained.optimizer.step = take
 
 
-def _train(cfg: Config, base: Any, *, prompt: int) -> dict[str, Any] | None:
+def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
     """Take the steps; None on a rank that does not train."""
     world = world_under(base, cfg)
     trainer = make_trainer(cfg, world)
@@ -229,10 +211,12 @@ def _train(cfg: Config, base: Any, *, prompt: int) -> dict[str, Any] | None:
     gradients: dict[str, list] = {name: [] for name in parts}
     for name, trained in parts.items():
         _watch(trained, gradients[name])
-    own, sums = _batch(world.dp_index(world.rank), world.dp_size, prompt=prompt), []
-    for row in (one.row for one in trainer._prepare(own)[0] if one.num_tokens):
-        assert (row.own.row_length < len(row.tokens)) == (bool(prompt) and world.shares_prefixes)
-    for step in range(STEPS):
+    sums = []
+    for step, prompt in enumerate(PROMPTS):
+        own = _batch(world.dp_index(world.rank), world.dp_size, prompt=prompt)
+        for row in (one.row for one in trainer._prepare(own)[0] if one.num_tokens):
+            is_shared = row.own.row_length < len(row.tokens)
+            assert is_shared == (bool(prompt) and world.shares_prefixes)
         sums.append(step_as_train_does(trainer, own, step=step)[2])
     tensors = {
         f"{name}, step {step}, gradient of {n}": g
@@ -276,13 +260,12 @@ def _run_cells(
     """Train all cells in one job; return what is wrong with each, on every rank."""
     wrong: dict[tuple, list[str]] = {}
     for row in dict.fromkeys(row for row, _ in cells):
-        prompt = ROWS[row].prompt
         alone = changed(cfgs[row], layout=ALONE, batch={"share_prefixes": "never"})
-        reference = [_train(alone, base, prompt=prompt)]
+        reference = [_train(alone, base)]
         dist.broadcast_object_list(reference, src=0, group=base.control)
         for mesh in (mesh for r, mesh in cells if r == row):
             began = time.monotonic()
-            ours = _train(replace(cfgs[row], layout=layout_of(mesh)), base, prompt=prompt)
+            ours = _train(replace(cfgs[row], layout=layout_of(mesh)), base)
             wrong[row, mesh] = _gaps(ours, reference[0])
             if base.rank == 0:
                 print(f"{row} on {mesh}: {time.monotonic() - began:.1f} s", flush=True)
