@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import resource
 import subprocess
 from pathlib import Path
@@ -31,12 +32,14 @@ from spmdrl.rollout.replay_source import ReplaySource, check_recorded
 from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.same_run.differences import config_of as config_of_run
 from spmdrl.tools.commands import view as viewer
+from spmdrl.tools.rollouts.view import Branch, branches_of
 from spmdrl.types import Prompt, Rollouts, Scalars
 from spmdrl.workers.pool import RewardResult
 from tests.helpers.built import changed, made, refused, small_model
 from tests.helpers.drawn import trajectory
 from tests.helpers.runs import TINY, metrics, run
 from tests.program.test_train import assert_same_end
+from tests.rollout.test_tree import compacted
 
 NO_ENGINE = dict(placement="offline", world_size=1, device="cpu")
 
@@ -505,6 +508,48 @@ def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
     assert viewer.main([*asked, "--color", "advantage"]) == 2
     error = capsys.readouterr().err
     assert "advantages are not available" in error and "config.yaml does not exist" in error
+
+
+TREE = """
+sample 1, 1 tokens
+    read: 8 9
+    sampled: 10
+sample 1 trace 1, 3 tokens, 2 turns
+    read: 1 2
+    sampled: 3 4
+    read: 7
+    sampled: 11
+    sample 1 trace 2, after token 4 of trace 1, 2 tokens, 2 turns
+        read: 5
+        sampled: 6
+        read: 12
+        sampled: 13
+"""
+
+
+def test_the_viewer_draws_an_agents_episode_as_a_tree(tmp_path, capsys):
+    group = group_of(0)
+    group.samples[1] = dataclasses.replace(group.samples[1], traces=compacted().traces())
+    record_groups(config_of(tmp_path), 0, [group, *map(group_of, range(1, 4))])
+    asked = [str(tmp_path), "--step", "0", "--group", "0"]
+    assert viewer.main(asked) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    drawn = re.sub("reward .* brief [0-9.]+, ", "", "\n".join(["", *lines, ""]))
+    assert TREE in drawn
+    page = tmp_path / "group.html"
+    assert viewer.main([*asked, "--html", str(page)]) == 0
+    assert page.read_text().count('<div style="margin-left: 2em">') == 1
+    assert page.read_text().count('<div style="margin-left: 0em">') == 2
+
+
+def test_samples_that_begin_with_the_same_token_are_branches_of_their_own():
+    rows = [
+        dict(sample=0, tokens=[1, 2, 3], response_mask=[False, True, True]),
+        dict(sample=0, tokens=[1, 2, 4], response_mask=[False, True, True]),
+        dict(sample=0, tokens=[1, 2, 3, 5, 6], response_mask=[False] * 4 + [True]),
+        dict(sample=1, tokens=[1, 2], response_mask=[False, True]),
+    ]
+    assert branches_of(rows) == [Branch(0, None, 0), Branch(1, 0, 1), Branch(3, 0, 1), None]
 
 
 def test_the_viewer_says_why_it_knows_no_advantages(shown, capsys):

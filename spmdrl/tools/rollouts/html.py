@@ -110,7 +110,10 @@ def _response(one: RecordedResponse, view: View, *, color: str, largest: float) 
         return (DOWN if advantage < 0 else UP), strength, advantage_text
 
     advantage_text = "" if one.advantage is None else f"advantage {one.advantage:.4g}"
-    return [f"<h2>{escape(title(one, view.header['part_names']))}</h2>", tokens_part(one, paint)]
+    lines = [f"<h2>{escape(title(one, view.header['part_names']))}</h2>", tokens_part(one, paint)]
+    if one.branch is None:
+        return lines
+    return [f'<div style="margin-left: {2 * one.branch.depth}em">', *lines, "</div>"]
 
 
 def prompt_part(one: RecordedResponse) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from spmdrl.tools.rollouts.view import RecordedResponse, Summary, View, summaries
@@ -71,6 +72,9 @@ def groups_text(found: Sequence[Summary], *, sort: str, limit: int) -> str:
 def group_text(view: View, *, tokens: bool) -> str:
     """Return a group with its responses.
 
+    An episode of several traces is a tree: each trace is indented below the one that it leaves, and
+    shows what was read and what was sampled from there on.
+
     Args:
         tokens: also list each token of the responses.
     """
@@ -82,10 +86,25 @@ def group_text(view: View, *, tokens: bool) -> str:
         _indented("".join(map(_part, view.sequences[0].prompt))),
     ]
     for sequence in view.sequences:
-        lines += [title(sequence, view.header["part_names"]), _indented(sequence.row["response"])]
+        branch = sequence.branch
+        text = sequence.row["response"] if branch is None else "\n".join(_segments(sequence))
+        own = [title(sequence, view.header["part_names"]), _indented(text)]
         if tokens:
-            lines.append(_indented("\n".join(_token_lines(sequence))))
+            own.append(_indented("\n".join(_token_lines(sequence))))
+        lines.append(_indented("\n".join(own), depth=0 if branch is None else branch.depth))
     return "\n".join(lines)
+
+
+def _segments(sequence: RecordedResponse) -> list[str]:
+    """Return lines of what was read and sampled in a trace, from where it leaves earlier ones."""
+    row = sequence.row
+    positions = range(sequence.start, len(row["tokens"]))
+    lines = []
+    for is_sampled, own in groupby(positions, key=row["response_mask"].__getitem__):
+        pieces = sequence.pieces
+        texts = [pieces[at] if pieces else f"{row['tokens'][at]} " for at in own]
+        lines.append(f"{'sampled' if is_sampled else 'read'}: {''.join(texts)}")
+    return lines
 
 
 def title(sequence: RecordedResponse, names: Sequence[str]) -> str:
@@ -93,6 +112,9 @@ def title(sequence: RecordedResponse, names: Sequence[str]) -> str:
     row = sequence.row
     name = "greedy" if row["sample"] < 0 else f"sample {row['sample']}"
     words = [f"{name} trace {row['trace']}" if row["trace"] else name]
+    branch = sequence.branch
+    if branch is not None and branch.parent is not None:
+        words.append(f"after token {branch.start} of trace {branch.parent}")
     words.append(
         f"reward {row['reward']:.4g}" if row["is_valid"] else f"reward failed ({row['failure']})"
     )
@@ -131,5 +153,5 @@ def _part(part: str | Preview) -> str:
     return part if isinstance(part, str) else f"[{part.label}]"
 
 
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
+def _indented(text: str, *, depth: int = 1) -> str:
+    return "\n".join(4 * depth * " " + line for line in text.splitlines() or [""])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -26,6 +26,18 @@ _GROUP = itemgetter("group")
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Where a trace leaves an earlier trace of its episode."""
+
+    start: int
+    """Position of its first token that no earlier trace has shown."""
+    parent: int | None
+    """The trace that has the tokens before; None if the trace begins from nothing."""
+    depth: int
+    """How many traces there are above it."""
+
+
+@dataclass(frozen=True)
 class RecordedResponse:
     """One recorded response, greedy or sampled; of an episode of several traces, one of them."""
 
@@ -40,9 +52,15 @@ class RecordedResponse:
     prompt: list[str | Preview]
     """Text and images in order. Without a tokenizer, the images come first."""
 
+    branch: Branch | None = None
+    """None if its episode has one trace."""
+
     @property
     def start(self) -> int:
-        """Return the position of the first token after the prompt."""
+        """Return the position of the first token to show: after the prompt, or where a trace
+        leaves the earlier ones."""
+        if self.branch is not None:
+            return self.branch.start
         mask = self.row["response_mask"]
         return mask.index(True) if True in mask else len(mask)
 
@@ -208,7 +226,7 @@ def read_groups(
     if header["is_partial"]:
         notes.append("rewards do not include those of reward models, and are not shaped")
     decode = None
-    if needs_text:
+    if needs_text or any(row["trace"] for row in rows):
         trusts = trust_remote_code
         if cfg and is_yours and not tokenizer:
             trusts |= cfg.model.trust_remote_code
@@ -240,9 +258,39 @@ def _answers(
             [decode([token]) for token in row["tokens"]] if decode else None,
             images,
             _prompt(row, images, decode),
+            branch,
         )
-        for row, images in zip(rows, previews_of(rows))
+        for row, images, branch in zip(rows, previews_of(rows), branches_of(rows))
     ]
+
+
+def branches_of(rows: Sequence[Mapping[str, Any]]) -> list[Branch | None]:
+    """Return where each trace of a group leaves the earlier traces of its episode.
+
+    Args:
+        rows: of the group, sorted by sample and trace.
+    """
+    branches: list[Branch | None] = []
+    for _, episode in groupby(rows, key=itemgetter("sample")):
+        earlier: list[tuple[list[int], Branch]] = []
+        for row in episode:
+            shared = [_num_shared(row, tokens) for tokens, _ in earlier]
+            start = max(shared, default=0)
+            parent = shared.index(start) if start else None
+            depth = 0 if parent is None else earlier[parent][1].depth + 1
+            earlier.append((row["tokens"], Branch(start, parent, depth)))
+        branches += [branch for _, branch in earlier] if len(earlier) > 1 else [None]
+    return branches
+
+
+def _num_shared(row: Mapping[str, Any], earlier: Sequence[int]) -> int:
+    """Return how many tokens a trace begins with that are those of an earlier one. What it trains
+    on is its own, even if it is equal."""
+    pairs = zip(row["tokens"], row["response_mask"])
+    for at, (token, is_trained_on) in enumerate(pairs):
+        if is_trained_on or at == len(earlier) or token != earlier[at]:
+            return at
+    return len(row["tokens"])
 
 
 def _prompt(
