@@ -226,9 +226,15 @@ def trained(
     batch = replace(batch, kl_coef=cfg.algorithm.kl_coef)
     credit = credit or advantages_of(batch, cfg=cfg, world=world, step=0)
     loss = loss_class(cfg)(
-        cfg, world, loss_fn=named_methods(cfg)["loss_fn"], coefficients=Coefficients(cfg)
+        cfg,
+        world,
+        loss_fn=named_methods(cfg)["loss_fn"],
+        coefficients=Coefficients(cfg),
+        companions=trainer.companions,
     )
-    updates = prepare(loss.with_columns(batch), credit, cfg=cfg, model=model)
+    teachers = trainer.companions.get("teacher")
+    lessons = teachers.lessons if teachers else None
+    updates = prepare(loss.with_columns(batch), credit, cfg=cfg, model=model, lessons=lessons)
     gradients, totals = trainer.policy.gradient(updates[0], loss.of_updates(updates, model, step=0))
     parameters = trainer.policy.optimizer.parameters
     full = whole({name: like(parameters[name], own) for name, own in gradients.items()})
