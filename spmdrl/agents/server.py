@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from spmdrl.agents.chats import FIELD, make_agent_chat
 from spmdrl.agents.frames import FramedSocket
 from spmdrl.agents.messages import NO_PARENT, Answer, Ask, api_key
 from spmdrl.agents.replies import (
@@ -52,14 +53,12 @@ from spmdrl.config import Config
 from spmdrl.data.templates import encode_prompt
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
 from spmdrl.environments.conversation import Chat
-from spmdrl.environments.tool_calls import make_parser
 from spmdrl.errors import Refusal, error_text
 
 T = TypeVar("T")
 BODY_BYTES = 10 * 2**20
 """Largest body of a request."""
 TOO_MANY = "too_many_requests"
-FIELD = "rollout.agent"
 _PDEATHSIG = 1
 _CACHED_CHATS = 64
 
@@ -354,15 +353,8 @@ class GatewayServer:
         key = json.dumps(tools)
         chat = self._chats.get(key)
         if chat is None:
-            name = self._cfg.rollout.agent_tool_parser
-            chat = self._chats[key] = Chat(
-                self._tokenizer,
-                stop_token_ids=self._stops,
-                tools=tools,
-                parser=make_parser(name, self._tokenizer) if tools else None,
-                prefix=self._cfg.data.generation_prefix,
-                field=FIELD,
-            )
+            chat = make_agent_chat(self._cfg, self._tokenizer, tools=tools, stops=self._stops)
+            self._chats[key] = chat
             if len(self._chats) > _CACHED_CHATS:
                 self._chats.popitem(last=False)
         self._chats.move_to_end(key)

@@ -32,6 +32,11 @@ _READ_BYTES = 2**16
 _FAULT_TIMEOUT_S = 30.0
 
 
+def check_agent(function: str, command: Sequence[str]) -> None:
+    """Load an agent in this process, as a worker does. Raises: Refusal as `Agent`."""
+    Agent(function, command, timeout_s=1.0)
+
+
 class CommandFailed(Exception):
     """An agent's command ended with an error."""
 

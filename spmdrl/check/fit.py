@@ -238,6 +238,12 @@ def _own_teacher_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts)
 def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
     """Yield settings that need a vision tower, without one, or are not built for one."""
     model = cfg.model
+    if has_vision_tower(hf_model) and cfg.objective.samples and cfg.rollout.has_agent:
+        yield (
+            f"rollout.agent: is set with a {hf_model.config.model_type}, which sees: requests with "
+            f"images are not built; take a model that reads text{instead(model.path)} (model.path "
+            f"{model.path})"
+        )
     kind = hf_model.config.model_type  # type: ignore[union-attr]
     text = instead(model.path) if has_vision_tower(hf_model) else ""
     asked: dict[str, Any] = {} if model.train == "all" else {"train": model.train}

@@ -5,6 +5,7 @@ One list: `--dry-run` prints it, and a run asks for it before its engines are bu
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.agents.chats import FIELD, make_agent_chat
+from spmdrl.agents.solve import check_agent
 from spmdrl.algorithms import registry
 from spmdrl.check.fit import refusal
 from spmdrl.check.values import ids_above
@@ -100,6 +103,8 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         yield from _environment_problems(
             cfg, own, split="train", number=i, until=until, tokenizer=tokenizer
         )
+    if cfg.rollout.has_agent:
+        yield from _agent_problems(cfg, tokenizer, until=until)
     if cfg.objective.samples:
         yield from _model_problems(cfg, row)
         # The grader of a generated task was made with its first row.
@@ -156,6 +161,36 @@ def _environment_problems(
             lambda: make_chat(
                 cfg, tokenizer, field, facts=facts, stops=end_token_ids(cfg, tokenizer)
             )
+        )
+
+
+def _agent_problems(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase | None, *, until: float
+) -> Iterator[str]:
+    """Yield why the agent cannot run, or why the chat template cannot join its conversations.
+
+    Args:
+        until: deadline on the clock of `time.monotonic`.
+    """
+    if importlib.util.find_spec("aiohttp") is None:
+        yield (
+            f"{FIELD}: the endpoint for agents needs the package aiohttp, which is not installed; "
+            "pip install 'spmdrl[agents]'"
+        )
+    function = cfg.rollout.agent
+    command = cfg.rollout.agent_command
+    _, problem = in_child(
+        check_agent,
+        function,
+        command,
+        what=f"{FIELD}: importing {function or command[0]}",
+        timeout_s=until - time.monotonic(),
+    )
+    if problem:
+        yield problem
+    if tokenizer is not None and tokenizer.chat_template:
+        yield from refusal(
+            lambda: make_agent_chat(cfg, tokenizer, tools=[], stops=end_token_ids(cfg, tokenizer))
         )
 
 

@@ -33,6 +33,7 @@ _OF_KEPT_IDS = ("sampling.column", "sampling.min_p", "sampling.top_k", "sampling
 _OF_SAMPLES = (
     "data.generation_prefix",
     "model.moe.replay",
+    "rollout.agent",
     "rollout.environment",
     "rollout.record.",
     "rollout.replay_schedule",
@@ -501,6 +502,20 @@ def _of_agents(
 
 
 _AGENTS = [
+    _of_agents(
+        "rollout.environment",
+        lambda cfg: cfg.environment_fields(),
+        "an agent and an environment would both make the conversation",
+        "leave one out",
+        "principle",
+    ),
+    _of_agents(
+        "rollout.agent_command",
+        lambda cfg: cfg.rollout.agent and cfg.rollout.agent_command,
+        "both would play the same episodes",
+        "leave one out",
+        "principle",
+    ),
     _of_agents(
         "algorithm.advantage",
         _is_per_token,
