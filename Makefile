@@ -1,5 +1,6 @@
 # make demo    install, warm up, train by GRPO, evaluate, export; results in runs/demo
 # make game    warm up and train on a game of several turns: runs/game; make tools: a calculator
+# make agent   warm up and train an agent that calls the policy itself: runs/agent
 # make see     warm up and train a small model that sees: it counts what is drawn; runs/see
 # make test    install, run the whole suite
 # make lint    ruff (lint and format) and mypy over spmdrl/ and train.py, in seconds
@@ -26,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv lock lint test grid models kill gpu demo game tools see clean
+.PHONY: venv lock lint test grid models kill gpu demo game tools agent see clean
 
 venv: .venv/installed
 
@@ -142,10 +143,10 @@ demo: venv
 	@echo '  $(RUN)/grpo/metrics.jsonl   every metric of every step'
 	@echo '  $(BIN)/mlflow ui --backend-store-uri sqlite:///$(RUN)/grpo/mlflow.db'
 
-# An environment: careless conversations, a warm start on them, GRPO on the environment's reward.
+# An environment or an agent: careless conversations, a warm start on them, GRPO on its reward.
 game: LAYERS := 2
-tools: LAYERS := 4
-game tools: venv
+tools agent: LAYERS := 4
+game tools agent: venv
 	rm -rf runs/$@
 	$(BIN)/python -m spmdrl create_model runs/$@/init --chat-template --layers $(LAYERS) \
 	  --initializer-std 0.088

@@ -103,7 +103,7 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         yield from _environment_problems(
             cfg, own, split="train", number=i, until=until, tokenizer=tokenizer
         )
-    if cfg.rollout.has_agent:
+    if cfg.rollout.runs_agent:
         yield from _agent_problems(cfg, tokenizer, until=until)
     if cfg.objective.samples:
         yield from _model_problems(cfg, row)

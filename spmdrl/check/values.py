@@ -50,8 +50,6 @@ def value_problems(cfg: Config) -> Iterator[str]:
     if cfg.objective.samples:
         yield from _sampling_problems(cfg)
         yield from schedule_problems(cfg)
-    if cfg.rollout.has_agent:
-        yield f"rollout.agent: {cfg.rollout.agent or 'agent_command'}: agents are not built yet"
     yield from _replay_problems(cfg)
     yield from _keep_problems(cfg)
 

@@ -196,6 +196,11 @@ class RolloutSettings:
         """Return whether an agent makes the episodes, which may then have several traces."""
         return bool(self.agent or self.agent_command)
 
+    @property
+    def runs_agent(self) -> bool:
+        """Return whether the agent runs: repeated decisions hold what it asked and returned."""
+        return self.has_agent and not self.replay_schedule
+
 
 @dataclass(frozen=True)
 class ShapingSettings:

@@ -77,10 +77,11 @@ def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
 
 @dataclass(kw_only=True)
 class Addition:
-    """Sums of two numbers, `123+456=` with answer `579`, and differences if asked for.
+    """Sums of numbers, `123+456=` with answer `579`, and differences if asked for.
 
     Options:
         digits: of each number.
+        terms: how many numbers are added.
         subtraction: make half of the problems differences, which are never negative.
         partial: reward the share of right digits, counted from the right; by default the reward is
             1 for the exact answer, else 0.
@@ -91,6 +92,7 @@ class Addition:
     """
 
     digits: int = 3
+    terms: int = 2
     subtraction: bool = False
     partial: bool = False
     mistakes: float = 0.0
@@ -105,6 +107,11 @@ class Addition:
                 f"data.task_options.slips: is {self.slips}, and mistakes is 0, so that no row has "
                 "any; set mistakes to the share of rows that have them"
             )
+        if not 2 <= self.terms <= 100 or (self.subtraction and self.terms > 2):
+            raise Refusal(
+                "data.task_options.terms: must be from 2 to 100, and 2 with subtraction, got "
+                f"{self.terms}"
+            )
         if not 1 <= self.digits <= 100:
             raise Refusal(f"data.task_options.digits: must be from 1 to 100, got {self.digits}")
 
@@ -113,17 +120,16 @@ class Addition:
         draw = random.Random(f"{seed}/{split}/{index}")
         low = 10 ** (self.digits - 1) if self.digits > 1 else 0
         for _ in range(_TRIES):
-            a = draw.randrange(low, 10**self.digits)
-            b = draw.randrange(low, 10**self.digits)
+            numbers = [draw.randrange(low, 10**self.digits) for _ in range(self.terms)]
             sign = draw.choice("+-") if self.subtraction else "+"
-            small, large = sorted((a, b))
             # 2+3 and 3+2 are one problem: both go to one split.
-            if split_of(f"{small}{sign}{large}") == split:
+            if split_of(sign.join(map(str, sorted(numbers)))) == split:
                 break
         if sign == "-":
+            small, large = sorted(numbers)
             row = self._row(f"{large}-{small}=", large - small)
         else:
-            row = self._row(f"{a}+{b}=", a + b)
+            row = self._row("+".join(map(str, numbers)) + "=", sum(numbers))
         if self.mistakes and split == "train" and draw.random() < self.mistakes:
             row["completion"] = self._mistaken(row["answer"], draw)
         return row

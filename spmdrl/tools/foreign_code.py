@@ -38,6 +38,10 @@ def named_code(cfg: Config) -> list[str]:
             is_named = name.endswith((".name", ".allow_unprotected")) or _MCP.search(name)
             if _is_code(value) or is_named:
                 found.append(f"{name}: {value}")
+    if cfg.rollout.agent:
+        found.append(f"rollout.agent: {cfg.rollout.agent}")
+    if cfg.rollout.agent_command:
+        found.append(f"rollout.agent_command: {' '.join(cfg.rollout.agent_command)}")
     options = {k: v for k, v in cfg.engine.options.items() if not isinstance(v, (bool, int, float))}
     return found + [f"engine.options.{name}: {value}" for name, value in options.items()]
 

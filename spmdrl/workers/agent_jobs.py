@@ -72,8 +72,7 @@ class AgentServer:
     def __init__(self, setup: AgentSetup):
         self._setup = setup
         self._agent = Agent(setup.function, setup.command, timeout_s=setup.timeout_s)
-        if setup.function:
-            import openai  # noqa: F401  (before forks, which then share it)
+        self._agent.preload()
         self._waiting: deque[tuple[int, Solve]] = deque()
         self._running: list[RunningEpisode] = []
 

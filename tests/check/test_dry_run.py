@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -317,3 +318,37 @@ def test_a_model_that_the_methods_do_not_use_keeps_none_from_sharing(shards, tmp
     cfg = config(shards, tmp_path, batch={"group_size": 8})
     cfg = changed(cfg, critic={"path": str(tmp_path / "state")})
     assert "are computed once" in dry_run.shared_prefixes(cfg)
+
+
+# --------------------------------------------------------------------------- agents
+
+
+def test_agents_that_cannot_run_are_refused(tmp_path, monkeypatch):
+    model = small_model(tmp_path / "model", chat_template=True)
+    agent = tmp_path / "agent.py"
+    agent.write_text("async def solve(row, client): ...\ndef odd(row): ...\n")
+    cases: list[tuple[dict, list[str]]] = [
+        (dict(agent=f"{agent}:solve"), []),
+        (dict(agent=f"{agent}:odd"), ["cannot be called as solve(row, client)", "agent.py:2"]),
+        (dict(agent=f"{agent}:sovle"), ["has no function 'sovle'; did you mean solve?"]),
+        (dict(agent_command=("nowhere",)), ["no program 'nowhere' is found"]),
+        (dict(agent=f"{agent}:solve", agent_tool_parser="hemres"), ["did you mean hermes?"]),
+    ]
+    for rollout, says in cases:
+        found = "\n".join(dry_run.problems(config(model, tmp_path, rollout=rollout)))
+        assert bool(found) == bool(says), found
+        assert not [text for text in says if text not in found], found
+    words = AutoTokenizer.from_pretrained(model)
+    words.chat_template = words.chat_template.replace("'assistant' %}", "'assistant' %}x", 1)
+    words.chat_template = words.chat_template.replace(
+        "{% for message in messages %}", "{% for message in messages[-2:] %}"
+    )
+    words.save_pretrained(model)
+    (found,) = dry_run.problems(config(model, tmp_path, rollout=dict(agent=f"{agent}:solve")))
+    assert "rollout.agent: the chat template " in found
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "aiohttp" else find(name, *a)
+    )
+    found = "\n".join(dry_run.problems(config(model, tmp_path, rollout=dict(agent="x.py:y"))))
+    assert "needs the package aiohttp" in found

@@ -319,6 +319,10 @@ def test_what_goes_together_is_accepted(place, beside, value):
         (dict(rewards=dict(shaping=dict(overlong_tokens=4))), "the length limit is of one trace"),
         (dict(sampling=dict(presence_penalty=1.0)), "each request of an agent counts its own"),
         (dict(sampling=dict(frequency_penalty=1.0)), "frequency_penalty: 1.0 with rollout.agent"),
+        (
+            dict(rollout=dict(environment=dict(name="guess_number"))),
+            "an agent and an environment would both make the conversation",
+        ),
     ],
 )
 def test_what_was_not_proved_for_episodes_of_several_traces_is_refused(changes, says):
@@ -328,6 +332,12 @@ def test_what_was_not_proved_for_episodes_of_several_traces_is_refused(changes, 
     assert says in problem
     (problem,) = rule_problems(changed(cfg, rollout=dict(agent_command=("./solve", "-v"))))
     assert "rollout.agent_command [./solve, -v]" in problem
+
+
+def test_an_agent_is_a_function_or_a_command():
+    both = dict(agent="a.py:solve", agent_command=("./solve",))
+    (problem,) = rule_problems(changed(good(), rollout=both))
+    assert "agent_command: [./solve] with rollout.agent a.py:solve; both would play" in problem
 
 
 @pytest.mark.parametrize("place, beside, row", rows_of(REFUSED))

@@ -190,7 +190,8 @@ def test_addition_is_a_function_of_seed_split_and_index():
 
 
 @pytest.mark.parametrize(
-    "options", [{"digits": 1}, {"digits": 2}, {"digits": 2, "subtraction": True}]
+    "options",
+    [{"digits": 1}, {"digits": 2}, {"digits": 2, "subtraction": True}, {"digits": 2, "terms": 3}],
 )
 def test_no_held_out_problem_is_ever_a_training_problem(options):
     def problems(split, seed):
@@ -205,6 +206,16 @@ def test_no_held_out_problem_is_ever_a_training_problem(options):
     assert held_out
     for seed in range(3):
         assert not held_out & problems("train", seed)
+
+
+def test_sums_have_as_many_terms_as_asked_for():
+    rows = GeneratedRows("task:addition", {"digits": 2, "terms": 3}, size=50, seed=0, split="train")
+    for row in rows:
+        numbers = row["prompt"].rstrip("=").split("+")
+        assert len(numbers) == 3 and sum(map(int, numbers)) == int(row["answer"])
+    for options in ({"terms": 1}, {"terms": 3, "subtraction": True}):
+        with pytest.raises(ValueError, match="data.task_options.terms: must be from 2 to 100"):
+            GeneratedRows("task:addition", options, size=1, seed=0, split="train")
 
 
 def test_subtraction_is_right_and_partial_reward_counts_digits():

@@ -118,3 +118,12 @@ def test_a_reward_that_only_looks_like_a_task_is_code(spec) -> None:
     cfg = Config()
     cfg = replace(cfg, rewards=replace(cfg.rewards, functions=(spec,)))
     assert named_code(cfg) == [f"rewards.functions: {spec}"]
+
+
+def test_an_agent_is_code() -> None:
+    cfg = Config()
+    own = replace(cfg.rollout, agent="a.py:solve", agent_command=("./agent", "-v"))
+    assert named_code(replace(cfg, rollout=own)) == [
+        "rollout.agent: a.py:solve",
+        "rollout.agent_command: ./agent -v",
+    ]
