@@ -68,8 +68,9 @@ class GymEnvironment:
             instance `gymnasium:make` with env_options {id: FrozenLake-v1}.
         env_options: keyword options of the class or function.
         action: the action that a response stands for: `text`, `int` or `float` (the last number in
-            it), or `module:function` that computes it from the text. A response without an action
-            gets an error text and costs a turn.
+            it), or `module:function` that computes it from the text. A response without an action,
+            or with one outside of the environment's `action_space`, gets an error text and costs a
+            turn.
         show: `module:function` that turns an observation into text; str() by default.
         max_turns: responses per episode.
     """
@@ -88,7 +89,7 @@ class GymEnvironment:
         # so that a wrong name is refused at start.
         self._action = action
         self._show = show
-        _action_parser(action)
+        action_parser(action)
         _observation_formatter(show)
         make = import_object(env, kind="Class", field="env")
         self.env = construct(make, env_options or {}, field="env_options")
@@ -98,23 +99,18 @@ class GymEnvironment:
     def reset(self, row: dict) -> list[Message]:
         """Open with the row's prompt and the first observation."""
         messages = opening_messages(row)
-        seed = row.get("seed")
-        if seed is None:
-            prompt = json.dumps(messages, sort_keys=True, default=str)
-            seed = hashed(prompt, num_bytes=4) >> 1
-        observation, _ = resolve(self.env.reset(seed=int(seed)))
-        text = _observation_formatter(self._show)(observation)
-        if messages[-1]["role"] == "user":
-            messages[-1] = dict(messages[-1], content=f"{messages[-1]['content']}\n\n{text}")
-            return messages
-        return [*messages, {"role": "user", "content": text}]
+        observation, _ = resolve(self.env.reset(seed=seed_of(row, messages)))
+        return with_observation(messages, _observation_formatter(self._show)(observation))
 
     def step(self, response: Response) -> Turn:
         """Take the action in a response, and answer with the observation."""
         self.turns += 1
         is_last = self.turns >= self.max_turns or response.is_truncated
         try:
-            action = _action_parser(self._action)(response.text)
+            action = action_parser(self._action)(response.text)
+            space = getattr(self.env, "action_space", None)
+            if space is not None and not space.contains(action):
+                raise ValueError(f"{action!r} is not one of the actions, {space}")
         except ValueError as error:
             return self._turn(str(error), reward=0.0, is_done=is_last, info={"bad_actions": 1.0})
         observation, reward, terminated, truncated, info = resolve(self.env.step(action))
@@ -142,7 +138,30 @@ class GymEnvironment:
         return Turn(messages=[{"role": "user", "content": text}], reward=reward, info=info)
 
 
-def _action_parser(name: str) -> Callable[[str], Any]:
+def seed_of(row: dict, messages: list[Message]) -> int:
+    """Return the seed of all samples of a group: the row's `seed`, or a hash of its prompt."""
+    seed = row.get("seed")
+    if seed is None:
+        prompt = json.dumps(messages, sort_keys=True, default=str)
+        seed = hashed(prompt, num_bytes=4) >> 1
+    return int(seed)
+
+
+def with_observation(messages: list[Message], text: str) -> list[Message]:
+    """Return opening messages with the first observation after the user's prompt."""
+    if messages[-1]["role"] == "user":
+        last = dict(messages[-1], content=f"{messages[-1]['content']}\n\n{text}")
+        return [*messages[:-1], last]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def action_parser(name: str) -> Callable[[str], Any]:
+    """Return the function that finds the action in a response; it raises ValueError if there is
+    none.
+
+    Args:
+        name: see `GymEnvironment`.
+    """
     if name == "text":
         return str.strip
     if name in ("int", "float"):

@@ -370,9 +370,14 @@ def test_reasoning_gym_is_an_environment_of_one_turn():
 GYM = '''
 import random
 
+class Steps:
+    def contains(self, action): return -2 < action < 2
+    def __str__(self): return "-1, 0 or 1"
+
 class Walk:
     """Reach `goal` on a line."""
 
+    action_space = Steps()
     def __init__(self, *, goal=3): self.goal = goal
     def reset(self, *, seed=None, options=None):
         self.at, self.random = 0, random.Random(seed)
@@ -395,10 +400,12 @@ def test_gym_like_environments_are_played_in_words(tmp_path):
     assert turn.messages == [{"role": "user", "content": "Go to 4.\n\nYou are at 0."}]
     same = server.open({"prompt": "Go to 4."}, seed=1)[0]
     assert same == environment and b"noise" in same and same[:1] == PLAIN
-    turns = play(server, {"prompt": "Go to 4."}, ["I step 1.", "left?", "(3)!"])
+    turns = play(server, {"prompt": "Go to 4."}, ["I step 1.", "left?", "3", "1", "(1)!"])
     assert turns[0].messages[0]["content"] == "You are at 1." and turns[0].reward == -0.1
     assert turns[1].info == {"bad_actions": 1.0} and "number" in turns[1].messages[0]["content"]
-    assert turns[2] == Turn(is_done=True, reward=-0.1, info={"at": 4.0, "turns": 3.0})
+    assert turns[2].messages[0]["content"] == "3 is not one of the actions, -1, 0 or 1"
+    assert turns[2].info == {"bad_actions": 1.0}
+    assert turns[4] == Turn(is_done=True, reward=-0.1, info={"at": 3.0, "turns": 5.0})
     assert len(play(server, {"prompt": "Go."}, ["0"] * 9)) == 5
     with pytest.raises(ValueError, match="did you mean int"):
         served("gym", env=f"{place}:Walk", action="itn")
