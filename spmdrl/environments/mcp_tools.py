@@ -8,7 +8,6 @@ started again, the episode fails.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import concurrent.futures
 import functools
@@ -17,11 +16,11 @@ import math
 import os
 import shlex
 import shutil
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spmdrl.environments import background
 from spmdrl.environments.base_tool import BrokenTool, Tool
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.errors import Refusal, message_of
@@ -69,8 +68,29 @@ class McpTool(Tool):
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
         """Return the result as text, and whether the call succeeded. Raises: BrokenTool."""
-        text, is_ok = self.call(self.name, call.arguments)
+        text, is_ok = self.call(call.arguments)
         return (text, True) if is_ok else (f"Error: {self.name}: {text}", False)
+
+
+def mcp_tool(
+    listed: Any, call: Callable[[str, dict[str, Any]], tuple[str, bool]], *, prefix: str = ""
+) -> McpTool:
+    """Return a tool that a server has listed.
+
+    Args:
+        listed: `mcp.Tool`.
+        call: calls a tool of the server by its name with arguments, see `McpServer.call`.
+        prefix: of the name that the policy sees.
+    """
+    name = prefix + listed.name
+    parameters = {"type": "object", "properties": {}} | listed.input_schema
+    function = {
+        "name": name,
+        "description": listed.description or listed.title or "",
+        "parameters": parameters,
+    }
+    description = {"type": "function", "function": function}
+    return McpTool(name, functools.partial(call, listed.name), description)
 
 
 class McpServer:
@@ -120,7 +140,7 @@ class McpServer:
             self._env |= _passed(pass_env)
             if cwd and not os.path.isdir(cwd):
                 raise Refusal(f"cwd: {cwd!r} is not a folder")
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._ending: set[concurrent.futures.Future[None]] = set()
         with refusing("", ImportError, hint="; tools of MCP servers need `pip install 'mcp>=2'`"):
             self._connect()
@@ -140,7 +160,7 @@ class McpServer:
         assert self._connection
         try:
             return self._connection.call(name, arguments, timeout_s=self._timeout_s)
-        except _Ended as error:
+        except Ended as error:
             self._end()  # takes seconds if the process hangs: do not wait
             return str(error), False
 
@@ -156,7 +176,7 @@ class McpServer:
             self._connection = None
 
     def _connect(self) -> None:
-        connection = _Connection(self._target(), timeout_s=self._start_timeout_s)
+        connection = Connection(self._target(), timeout_s=self._start_timeout_s)
         try:
             connection.open()
         except ImportError:
@@ -186,15 +206,7 @@ class McpServer:
                 raise Refusal(
                     f"only: the MCP server {self.name!r} has no tool {name!r}{nearest(name, names)}"
                 )
-        found: list[Tool] = []
-        for tool in listed:
-            if only and tool.name not in only:
-                continue
-            function = {"name": tool.name, "description": tool.description or tool.title or ""}
-            parameters = {"type": "object", "properties": {}} | tool.input_schema
-            description = {"type": "function", "function": function | {"parameters": parameters}}
-            found.append(McpTool(tool.name, self.call, description))
-        return found
+        return [mcp_tool(tool, self.call) for tool in listed if not only or tool.name in only]
 
 
 def _found(command: list[str]) -> list[str]:
@@ -214,11 +226,11 @@ def _passed(names: Sequence[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-class _Ended(Exception):
+class Ended(Exception):
     """A call after which the server must be started again; the message is for the policy."""
 
 
-class _Connection:
+class Connection:
     """A connection to a server, held open by a task of this process's event loop.
 
     Args:
@@ -238,12 +250,12 @@ class _Connection:
 
     def open(self) -> None:
         """Start the server and list its tools. Raises: TimeoutError, or an error of the package."""
-        self._task = asyncio.run_coroutine_threadsafe(self._hold(), _loop())
+        self._task = background.start(self._hold())
         self._ready.result()
 
     def call(self, name: str, arguments: dict[str, Any], *, timeout_s: float) -> tuple[str, bool]:
-        """Call a tool; return the result as text, and whether it succeeded. Raises: _Ended."""
-        return _wait(self._call(name, arguments, timeout_s))
+        """Call a tool; return the result as text, and whether it succeeded. Raises: Ended."""
+        return background.run(self._call(name, arguments, timeout_s))
 
     def end(self) -> concurrent.futures.Future[None]:
         """Begin to end the process, which gets a few seconds to end by itself.
@@ -251,7 +263,7 @@ class _Connection:
         Returns: a future that is done when it has ended.
         """
         assert self._task is not None, "it was opened"
-        _loop().call_soon_threadsafe(self._scope.cancel)
+        background.loop().call_soon_threadsafe(self._scope.cancel)
         return self._task
 
     async def _hold(self) -> None:
@@ -294,13 +306,13 @@ class _Connection:
             with anyio.fail_after(timeout_s):
                 result = await self._client.call_tool(name, arguments)
         except TimeoutError:
-            raise _Ended(f"no result within {timeout_s:g} s") from None
+            raise Ended(f"no result within {timeout_s:g} s") from None
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                raise _Ended("the server has ended") from None
+                raise Ended("the server has ended") from None
             return message_of(error), False
         except Exception as error:  # of the connection, or of a result that is none
-            raise _Ended(" and ".join(_reasons(error))) from error
+            raise Ended(" and ".join(_reasons(error))) from error
         return _text_of(result), not result.is_error
 
 
@@ -328,14 +340,4 @@ def _reasons(error: BaseException) -> list[str]:
     return [f"{type(error).__name__}: {message_of(error)}"]
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process that holds the connections, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    atexit.register(close_servers)
-    return loop
-
-
-def _wait(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+atexit.register(close_servers)

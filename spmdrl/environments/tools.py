@@ -136,27 +136,37 @@ class ToolEnvironment:
         self.calls = 0
         self.tool_parser = parser
         self._preface = ""
-        descriptions = [tool.description for tool in _tools_of(self._key).values()]
-        if reply_role == "user":
+        descriptions = [tool.description for tool in self.named_tools().values()]
+        if not descriptions:
+            self.tool_parser = ""
+        elif reply_role == "user":
             self.tool_parser = "hermes" if parser == "auto" else parser
             self._preface = _PREFACE.format("\n".join(map(json.dumps, descriptions)))
+
+    def named_tools(self) -> dict[str, Tool]:
+        """Return {name: tool}, the same objects for all episodes of this process."""
+        return _tools_of(self._key)
 
     @property
     def tools(self) -> list[dict[str, Any]]:
         """Return the descriptions for the chat template; empty if the first message has them."""
         if self._preface:
             return []
-        return [tool.description for tool in _tools_of(self._key).values()]
+        return [tool.description for tool in self.named_tools().values()]
 
     def prepare(self) -> None:
         """Call `prepare` of every tool that has it."""
-        for tool in _tools_of(self._key).values():
+        for tool in self.named_tools().values():
             if tool.prepare is not None:
                 tool.prepare()
 
     def reset(self, row: dict) -> list[Message]:
         """Open with the row's prompt."""
-        messages = opening_messages(row)
+        return self.with_preface(opening_messages(row))
+
+    def with_preface(self, messages: list[Message]) -> list[Message]:
+        """Return opening messages of which the first of the user describes the tools, if the chat
+        template does not."""
         for i, message in enumerate(messages):
             if message["role"] == "user":
                 if self._preface:
@@ -186,7 +196,7 @@ class ToolEnvironment:
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
         """Run one well-formed call; return its result as text, and whether it succeeded."""
-        tools = _tools_of(self._key)
+        tools = self.named_tools()
         if call.name not in tools:
             return f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}", False
         return tools[call.name].run(call)

@@ -1,204 +1,301 @@
-"""An adapter to environments of the `verifiers` package, and to others with the same members.
+"""Tasksets of the `verifiers` package (0.4, its interface `verifiers.v1`).
 
-It does not import the package. It uses the documented members, sync or async:
-`setup_state(state)`, `env_response(messages, state)`, `is_completed`, `system_prompt`, `oai_tools`,
-and `rubric` with `funcs` and `weights`, or with `rubrics` of that kind. `env_response` may return
-messages, or messages and state; `is_completed` may take the state, or messages and state. Reward
-functions may have the parameters prompt, completion, answer, state, task, info and parser.
+A taskset has tasks: a prompt, tools that all tasks share, and methods that score the conversation.
+Here the policy is asked turn by turn, so the conversation is that of the package's plain chat loop:
+the prompt, then answers and results of tools until an answer calls none. What needs more is
+refused: an `Env` class that leads the conversation itself, a container or another runtime, and tool
+servers that live as long as one rollout.
 
-It does not use the package's client and rollout loop, its datasets (rows come from data.train),
-judges that call other models through the client of that loop, or reward functions of whole groups.
+A row of data.train is the data of one task: its columns are the fields of the taskset's TaskData.
+`python -m spmdrl fetch_taskset` writes such rows.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
-from spmdrl.environments.plain_state import NotPlain
-from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
-from spmdrl.errors import Refusal
-from spmdrl.imports import construct, import_object, refusing, resolve
+from spmdrl.environments import background
+from spmdrl.environments.base_tool import Tool
+from spmdrl.environments.protocol import Message, Response, Turn
+from spmdrl.environments.tools import ToolEnvironment
+from spmdrl.errors import RAISED, Refusal
+from spmdrl.imports import import_file, refusing
 
-_GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
+_AGENT = "rollout.agent can run it, since it lets the package lead the conversation"
+_HOOKS = ("setup", "finalize")
 
 
-class VerifiersEnvironment:
-    """An episode of a verifiers environment.
+class VerifiersEnvironment(ToolEnvironment):
+    """An episode of a task, scored by the task's rewards and judges.
 
     Args:
-        load: `module:function` or `path/file.py:function` that returns the environment; in that
-            package usually `MODULE:load_environment`. Called once per worker process.
-        load_options: keyword options of the function.
-        max_turns: responses per episode; 0 leaves it to the environment.
+        taskset: name of an installed taskset, or a file `path/file.py` with one; either names its
+            `Taskset` class in `__all__`.
+        options: fields of its config, such as `{task: {judges: [...]}}`.
+        call_timeout_s: deadline of a call of a tool.
+        max_turns, max_result_chars, parser, reply_role: see `ToolEnvironment`.
     """
 
-    def __init__(
-        self, *, load: str, load_options: dict[str, Any] | None = None, max_turns: int = 0
-    ):
-        check_at_least(0, max_turns=max_turns)
-        self.load = load
-        self.max_turns = max_turns
-        self._options = json.dumps(load_options or {}, sort_keys=True)
-        self.state: dict[str, Any] = {}
-        environment = self._environment()
-        if not _reward_funcs(environment.rubric):
-            raise Refusal(f"load: the rubric of {load} has no reward functions")
-        for function, _ in _reward_funcs(environment.rubric):
-            of_groups = _GROUP_PARAMETERS & set(inspect.signature(function).parameters)
-            if of_groups:
-                raise Refusal(
-                    f"load: reward function {_name_of(function)} asks for "
-                    f"{', '.join(sorted(of_groups))} of a whole group, which does not exist while "
-                    "one episode runs"
-                )
+    is_graded = False
 
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """Return the environment's tool descriptions."""
-        return list(getattr(self._environment(), "oai_tools", None) or [])
+    def __init__(
+        self,
+        *,
+        taskset: str,
+        options: dict[str, Any] | None = None,
+        call_timeout_s: float = 5.0,
+        max_turns: int = 16,
+        max_result_chars: int = 2000,
+        parser: str = "auto",
+        reply_role: str = "tool",
+    ):
+        self._taskset = [taskset, json.dumps(options or {}, sort_keys=True), call_timeout_s]
+        super().__init__(
+            tools=[taskset],
+            max_turns=max_turns,
+            max_result_chars=max_result_chars,
+            parser=parser,
+            reply_role=reply_role,
+        )
+        self.data: dict[str, Any] = {}
+        """The task's data, as JSON."""
+        self.messages: list[Message] = []
+        """The conversation; each answer of the policy has `sampled`."""
+
+    def named_tools(self) -> dict[str, Tool]:
+        """Return {name: tool} of the taskset."""
+        return _loaded(*self._taskset).tools
 
     def reset(self, row: dict) -> list[Message]:
-        """Make the state, and open with the row's prompt."""
-        environment = self._environment()
-        prompt = opening_messages(row)
-        rules = getattr(environment, "system_prompt", None)
-        if rules and prompt[0]["role"] != "system":
-            prompt = [{"role": "system", "content": rules}, *prompt]
-        info = row.get("info") or {}
-        self.state = {
-            "prompt": prompt,
-            "completion": [],
-            "answer": row.get("answer", ""),
-            "task": row.get("task", "default"),
-            "turn": 0,
-            "responses": [],
-            "trajectory": [],
-            "info": json.loads(info) if isinstance(info, str) else info,
-            "input": row,
-            "timing": {"start_time": time.time(), "generation_ms": 0.0, "total_ms": 0.0},
-            "error": None,
-            "final_env_response": None,
-        }
-        if hasattr(environment, "setup_state"):
-            self.state = resolve(environment.setup_state(self.state)) or self.state
-        return prompt
+        """Open with the prompt of the task, and its system prompt before it."""
+        loaded = _loaded(*self._taskset)
+        task = loaded.task(row)
+        loaded.check(task)
+        self.data = task.data.model_dump(mode="json", exclude_unset=True)
+        messages = _opening(task.data)
+        self.messages = [dict(message) for message in messages]
+        return self.with_preface(messages)
 
     def step(self, response: Response) -> Turn:
-        """Let the environment answer, or score the episode by its rubric at the end."""
-        environment = self._environment()
-        state = self.state
-        state["completion"].append(_assistant_message(response, turn=state["turn"]))
-        # The package's stop conditions count turns by one of these.
-        state["turn"] += 1
-        state["trajectory"].append({"prompt": None, "completion": state["completion"][-1:]})
-        is_last = response.is_truncated or 0 < self.max_turns <= state["turn"]
-        if is_last or self._is_completed():
-            return self._score()
-        messages = [*state["prompt"], *state["completion"]]
-        answer = resolve(environment.env_response(messages, state))
-        if isinstance(answer, tuple):
-            answer, self.state = answer
-        if isinstance(answer, str):
-            answer = [{"role": "user", "content": answer}]
-        self.state["completion"] += answer
-        # An environment may end the episode while it answers.
-        if not answer or self.state.get("final_env_response") is not None:
-            return self._score()
-        return Turn(messages=list(answer))
-
-    def save(self) -> dict[str, Any]:
-        """Return the state. An object in two of its entries becomes two copies.
-
-        Raises: NotPlain for an object that cannot be copied.
-        """
-        with refusing(f"the state of {self.load}", Exception, kind=NotPlain, names_kind=True):
-            return {name: copy.deepcopy(value) for name, value in self.state.items()}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Set the state that `save` returned."""
-        self.state = saved
-
-    def _is_completed(self) -> bool:
-        method = getattr(self._environment(), "is_completed", None)
-        if method is None:
-            return False
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(method).parameters.values()
-        if sum(parameter.kind in kinds for parameter in parameters) < 2:
-            return bool(resolve(method(self.state)))
-        messages = [*self.state["prompt"], *self.state["completion"]]
-        return bool(resolve(method(messages, self.state)))
-
-    def _score(self) -> Turn:
-        """Return the last turn, with the rubric's reward."""
-        environment = self._environment()
-        state = self.state
-        names = ("prompt", "completion", "answer", "task", "info")
-        arguments = {name: state.get(name) for name in names}
-        arguments |= getattr(environment.rubric, "class_objects", {}) | {"state": state}
-        parser = getattr(environment.rubric, "parser", getattr(environment, "parser", None))
-        arguments.setdefault("parser", parser)
-        reward = 0.0
-        info = {"turns": float(state["turn"])}
-        for function, weight in _reward_funcs(environment.rubric):
-            value = float(resolve(function(**_select_arguments(function, arguments))))
-            info[_name_of(function)] = value
-            reward += weight * value
-        return Turn(is_done=True, reward=reward, info=info)
-
-    def _environment(self) -> Any:
-        return _load(self.load, self._options)
+        """Run the tools that the response calls, or score the conversation at its end."""
+        turn = super().step(response)
+        self.messages += [_answer(response, turn.messages), *turn.messages]
+        if not turn.is_done:
+            return turn
+        rewards, metrics = _loaded(*self._taskset).scores(self.data, self.messages)
+        info = turn.info | metrics | {name: score for name, (score, _) in rewards.items()}
+        reward = sum(score * weight for score, weight in rewards.values())
+        return Turn(is_done=True, reward=reward, info=info | {"turns": float(self.turns)})
 
 
 @functools.lru_cache(maxsize=4)
-def _load(load: str, options: str) -> Any:
-    # One environment per process: it holds datasets and clients, which cannot be packed.
-    make = import_object(load, kind="function", field="load")
-    environment = construct(make, json.loads(options), field="load_options")
-    for name in ("env_response", "rubric"):
-        if not hasattr(environment, name):
+def _loaded(taskset: str, options: str, call_timeout_s: float) -> _Taskset:
+    # One per process: tools hold connections and corpora, which cannot be packed.
+    return _Taskset(taskset, json.loads(options), call_timeout_s)
+
+
+class _Taskset:
+    """A taskset, and its tools. Raises (on construction): Refusal for one that cannot be used."""
+
+    def __init__(self, name: str, options: dict[str, Any], call_timeout_s: float):
+        self.name = name
+        self.taskset = open_taskset(name, options)
+        self._task = type(self.taskset).task_type()
+        if self._task.NEEDS_CONTAINER:
+            raise Refusal(f"taskset: tasks of {name} need a container; {_AGENT}")
+        if self._task.toolsets(self.taskset.config.task):
             raise Refusal(
-                f"load: {load} returned a {type(environment).__name__}, which has no `{name}`; an "
-                "environment of several turns needs it"
+                f"taskset: tasks of {name} start tool servers of their own, and the turns of an "
+                f"episode go to several processes; {_AGENT}"
             )
-    return environment
+        for hook in _HOOKS:
+            self._check_hook(getattr(self._task, hook), getattr(_base_task(), hook))
+        self.tools: dict[str, Tool] = {}
+        for toolset in type(self.taskset).toolsets(self.taskset.config):
+            for tool in _tools_of(toolset, call_timeout_s=call_timeout_s):
+                if tool.name in self.tools:
+                    raise Refusal(f"taskset: {name} has two tools of the name {tool.name!r}")
+                self.tools[tool.name] = tool
+
+    def task(self, row: dict) -> Any:
+        """Return the task of a row. Raises: Refusal for a row that is not data of a task."""
+        kind = self._task.data_type()
+        fields = {n: row[n] for n in kind.model_fields if row.get(n) is not None}
+        with refusing(f"the row is no task of {self.name}", ValueError):
+            data = kind.model_validate(fields)
+        if self.taskset.system_prompt is not None:
+            data = data.model_copy(update={"system_prompt": self.taskset.system_prompt})
+        return self._task(data, self.taskset.config.task)
+
+    def check(self, task: Any) -> None:
+        """Refuse a task that this adapter cannot play or score."""
+        if not task.data.prompt:
+            raise Refusal(f"the row has no prompt: another agent opens the conversation; {_AGENT}")
+        if task.data.image:
+            raise Refusal(f"the task runs in the image {task.data.image!r}; {_AGENT}")
+        kinds = [getattr(type(task), name, None) for name in dir(type(task))]
+        if task.hooks("stop") or any(hasattr(function, "intercept") for function in kinds):
+            raise Refusal(f"tasks of {self.name} stop or change requests; {_AGENT}")
+        for kind in ("reward", "metric"):
+            for function in task.hooks(kind):
+                self._check_hook(function, None)
+        if not task.hooks("reward") and not task.plugged_judges():
+            raise Refusal(f"tasks of {self.name} have no rewards: nothing scores an episode")
+
+    def scores(
+        self, data: dict[str, Any], messages: list[Message]
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """Return {reward: (score, weight)} and {metric: value} of a conversation.
+
+        Args:
+            data: the task's, as JSON.
+        Raises: TaskError of the package.
+        """
+        task = self.task(data)
+        trace = self._trace(task, messages)
+        background.run(_score(task, trace))
+        rewards = {n: (r.score, r.weight) for n, r in trace.rewards.items() if r is not None}
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        return rewards, metrics
+
+    def _trace(self, task: Any, messages: list[Message]) -> Any:
+        import verifiers.v1 as vf
+
+        nodes = []
+        calls = []
+        for i, message in enumerate(messages):
+            own = {k: v for k, v in message.items() if k not in ("sampled", "finish_reason")}
+            sampled = bool(message.get("sampled"))
+            parent = i - 1 if i else None
+            nodes.append(vf.MessageNode(parent=parent, message=own, sampled=sampled))
+            if sampled:
+                calls.append(vf.ModelCall(node=i, finish_reason=message["finish_reason"]))
+        seen = [vf.Tool(**tool.description["function"]) for tool in self.tools.values()]
+        of_task = vf.TraceTask(
+            type=type(task).__name__, data=task.data, key=task.key, hash=task.hash
+        )
+        return vf.Trace(
+            task=of_task,
+            agent=vf.AgentInfo(config=vf.AgentConfig()),
+            tools=seen,
+            nodes=nodes,
+            calls=calls,
+            is_completed=True,
+            ok=True,
+            stop_condition="agent_completed",
+        )
+
+    def _check_hook(self, function: Any, original: Any) -> None:
+        parameter = inspect.signature(function).parameters.get("runtime")
+        if function is not original and parameter and parameter.default is parameter.empty:
+            raise Refusal(
+                f"taskset: {self.name}'s {function.__name__} asks for a runtime, the place where "
+                f"an agent's programs run; {_AGENT}"
+            )
 
 
-def _reward_funcs(rubric: Any) -> list[tuple[Callable[..., Any], float]]:
-    """Return the functions of a rubric, or of a group of them, with their weights."""
-    if hasattr(rubric, "rubrics"):
-        return [pair for part in rubric.rubrics for pair in _reward_funcs(part)]
-    functions = list(rubric.funcs)
-    weights = list(getattr(rubric, "weights", None) or [1.0] * len(functions))
-    return list(zip(functions, weights))
+async def _score(task: Any, trace: Any) -> None:
+    from verifiers.v1.state import state_cls
+
+    trace.state = state_cls(type(task))()
+    for hook in _HOOKS:
+        if getattr(type(task), hook) is not getattr(_base_task(), hook):
+            method = getattr(task, hook)
+            takes_trace = "trace" in inspect.signature(method).parameters
+            await (method(trace=trace) if takes_trace else method())
+    await task.score(trace)
 
 
-def _select_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
+def open_taskset(name: str, options: dict[str, Any]) -> Any:
+    """Return a taskset of the package.
+
+    Args:
+        name, options: see `VerifiersEnvironment`.
+    Raises: Refusal if the package is missing or another version, or for a taskset that cannot be
+        loaded or leads its conversations itself.
+    """
+    hint = "; it needs `pip install 'verifiers>=0.4'`"
+    with refusing("environment verifiers", ImportError, hint=hint):
+        import verifiers.v1 as vf
+    with refusing(f"taskset: {name}", *RAISED, names_kind=True):  # of the user's code
+        own = import_file(name).__name__ if name.endswith(".py") else name
+        config = vf.taskset_config_type(own).model_validate({**options, "id": own})
+        leads = vf.environment_class(own)
+        taskset = vf.load_taskset(config)
+    if leads is not vf.SingleAgentEnv:
+        raise Refusal(
+            f"taskset: {name} has {leads.__name__}, which leads the conversation itself; {_AGENT}"
+        )
+    return taskset
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def rows_of(name: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the tasks of a taskset as rows. Raises: Refusal as `open_taskset`."""
+    for task in open_taskset(name, options):
+        yield task.data.model_dump(mode="json", exclude_defaults=True)
 
 
-def _assistant_message(response: Response, *, turn: int) -> Message:
-    message: Message = {"role": "assistant", "content": response.text}
-    if response.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call{turn}_{i}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for i, call in enumerate(response.tool_calls)
-        ]
-    return message
+def _base_task() -> Any:
+    import verifiers.v1 as vf
+
+    return vf.Task
+
+
+def _tools_of(toolset: Any, *, call_timeout_s: float) -> list[Tool]:
+    """Return the tools of a server that all rollouts share, which runs in this process.
+
+    Raises: Refusal for a server that keeps a state of each rollout, or does not start.
+    """
+    import verifiers.v1 as vf
+    from mcp.server import MCPServer
+
+    from spmdrl.environments.mcp_tools import Connection, Ended, mcp_tool
+
+    kind = type(toolset).__name__
+    if type(toolset.state) is not vf.State:
+        raise Refusal(f"taskset: the tools of {kind} keep a state of each rollout; {_AGENT}")
+    server = MCPServer(toolset.server_name or kind)
+    toolset.register(server)
+    connection = Connection(getattr(toolset.config, "url", None) or server, timeout_s=60.0)
+    with refusing(f"taskset: the tools of {kind} do not start", Exception, names_kind=True):
+        background.run(toolset.setup())
+        connection.open()
+
+    def call(name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        try:
+            return connection.call(name, arguments, timeout_s=call_timeout_s)
+        except Ended as error:
+            return str(error), False
+
+    prefix = f"{toolset.server_name}_" if toolset.server_name else ""
+    return [mcp_tool(listed, call, prefix=prefix) for listed in connection.listed]
+
+
+def _answer(response: Response, results: list[Message]) -> Message:
+    """Return an answer of the policy as a message of the package.
+
+    Args:
+        results: of the calls in it, which have their ids.
+    """
+    ids = [result.get("tool_call_id", "") for result in results]
+    calls = []
+    for i, call in enumerate(response.tool_calls):
+        called = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        calls.append(called | {"id": ids[i] if i < len(ids) else f"call{i}"})
+    message: Message = {"role": "assistant", "content": response.text, "sampled": True}
+    message["finish_reason"] = "length" if response.is_truncated else "stop"
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _opening(data: Any) -> list[Message]:
+    """Return the prompt of a task as messages."""
+    messages: list[Message] = []
+    if data.system_prompt:
+        messages.append({"role": "system", "content": data.system_prompt})
+    if isinstance(data.prompt, str):
+        return [*messages, {"role": "user", "content": data.prompt}]
+    return [*messages, *(m.model_dump(mode="json", exclude_none=True) for m in data.prompt)]

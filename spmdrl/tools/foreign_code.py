@@ -35,7 +35,9 @@ def named_code(cfg: Config) -> list[str]:
         for name, value in _leaves(options, field):
             if _is_ours(name, value, field=field, kind=options.get("name")):
                 continue
-            is_named = name.endswith((".name", ".allow_unprotected")) or _MCP.search(name)
+            is_named = name.endswith((".name", ".allow_unprotected", ".taskset")) or _MCP.search(
+                name
+            )
             if _is_code(value) or is_named:
                 found.append(f"{name}: {value}")
     if cfg.rollout.agent:

@@ -96,7 +96,7 @@ def test_a_module_of_the_current_folder_is_found_where_a_config_names_it(strange
             {"name": "tools", "tools": {"mcp": [{"server": ["a", "b"], "env": {"X": "y"}}]}},
             ["tools.mcp.server: a", "tools.mcp.server: b", "tools.mcp.env.X: y"],
         ),
-        ({"name": "verifiers", "load": "reasoning_gym:f"}, ["load: reasoning_gym:f"]),
+        ({"name": "verifiers", "taskset": "evil.py"}, ["taskset: evil.py"]),
         ({"name": "task", "task": " task:f"}, ["task:  task:f"]),
         ({"name": "task", "task": "task:x/../evil.py:f"}, ["task: task:x/../evil.py:f"]),
         ({"name": "task:f", "task": "task:addition"}, ["name: task:f", "task: task:addition"]),
