@@ -23,6 +23,7 @@ BUILT_IN = {
     "guess_number": f"{_HERE}guess_number:GuessNumber",
     "task": f"{_HERE}adapters:TaskEnvironment",
     "gym": f"{_HERE}adapters:GymEnvironment",
+    "openenv": f"{_HERE}openenv:OpenEnvironment",
     "verifiers": f"{_HERE}verifiers:VerifiersEnvironment",
 }
 """{short name of a built-in environment: its class}."""
