@@ -7,6 +7,7 @@
 # make gpu     what only GPUs can show, as one table: minutes; says so where there is none
 # make grid    every mesh, method and family, of which `make test` takes a sample: nightly
 # make models  the whole check of every family: nightly, hours
+# make outside  twenty steps of GRPO in environments of other packages: nightly, minutes
 # make kill    fifty runs that lose a rank at any moment: nightly, an hour; KILL_SEED=1 for others
 # make venv    install only, into .venv; every file by its hash (requirements/)
 # make lock    write the hashes of the pinned packages again, after a version was changed
@@ -27,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv lock lint test grid models kill gpu demo game tools agent see clean
+.PHONY: venv lock lint test grid models outside kill gpu demo game tools agent see clean
 
 venv: .venv/installed
 
@@ -73,6 +74,9 @@ grid: venv .venv/torchao .venv/torchvision
 models: venv
 	$(BIN)/python -m pytest -n 2 -m models
 
+outside: venv .venv/outside .venv/openenv
+	$(BIN)/python -m pytest -m outside -s
+
 kill: venv
 	$(BIN)/python -m pytest -m kill
 
@@ -102,6 +106,18 @@ gpu:
 .venv/triton: .venv/installed requirements/triton.txt
 	rm -rf $@
 	$(LOCKED) --target $@ -r requirements/triton.txt
+	touch $@
+
+# For `make outside`: verifiers and gymnasium, beside the environment, since it does not need them.
+.venv/outside: .venv/installed requirements/outside.txt
+	rm -rf $@
+	$(LOCKED) --target $@ -r requirements/outside.txt
+	touch $@
+
+# For `make outside`: a server of OpenEnv. It is on the path of that server's process only.
+.venv/openenv: .venv/installed requirements/openenv.txt
+	rm -rf $@
+	$(LOCKED) --target $@ -r requirements/openenv.txt
 	touch $@
 
 # For benchmarks/duel.py. Its other packages are in the environment.
