@@ -85,8 +85,10 @@ _LAUNCHER = ("ChildFailedError", "torch/distributed/", "torch.distributed.elasti
 
 
 def last_words(printed: str) -> str:
-    """Return the end of what a failed process printed: its error, in most cases."""
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    """Return the end of what a failed process printed: its error, in most cases, with files of this
+    tree by their paths in it."""
+    shown = printed.replace(f"{ROOT}/", "")
+    lines = [line.strip() for line in shown.splitlines() if line.strip()]
     own = [line for line in lines if not any(word in line for word in _LAUNCHER)]
     errors = [line for line in own if re.search(r"Error\b|Refusal\b|\berror:", line)]
     return (errors or own or lines or ["nothing printed"])[-1].removeprefix("traceback : ")[:300]

@@ -39,6 +39,9 @@ def test_the_last_words_are_those_of_a_rank_and_not_of_its_launcher():
     )
     assert start.last_words(printed) == "[rank0]: ValueError: model.path nowhere: no such folder"
     assert start.last_words("") == "nothing printed"
+    assert (
+        start.last_words(f"ValueError: at {start.ROOT}/train.py:63") == "ValueError: at train.py:63"
+    )
 
 
 def test_ranks_find_packages_where_this_process_does(monkeypatch):
