@@ -342,6 +342,24 @@ def _unknown_id(trainer: Any, index: int) -> None:
 
 # ---------------------------------------------------------------- refusals
 
+
+def test_a_mixture_is_no_teacher_of_itself_and_models_that_see_have_one_teacher(tmp_path):
+    mixture = small_model(tmp_path, "mixture", architecture="qwen3_moe")
+    data = {"train": "task:addition", "size": 9, "teacher_prompt": "{answer}"}
+    limits = {"max_teacher_prompt_tokens": 64}
+    cfg = distilling(tmp_path, mixture, model={"teacher": "policy"}, data=data | limits)
+    (found,) = fit_problems(cfg)
+    assert found.startswith("model.teacher: policy with a qwen3_moe, a mixture")
+    assert not fit_problems(changed(cfg, model={"teacher": str(mixture)}))
+    adapted = changed(cfg, model={"teacher": "reference", "lora": {"rank": 2}})
+    assert any("model.teacher: reference with a qwen3_moe" in one for one in fit_problems(adapted))
+    seeing = small_model(tmp_path, "seeing", architecture="qwen3_vl")
+    cfg = distilling(tmp_path, seeing, model={"teacher": str(seeing)}, data=data | limits)
+    assert any(
+        "several teachers, or data.teacher_prompt, with a" in one for one in fit_problems(cfg)
+    )
+
+
 POLICY = {"teacher": "policy"}
 HINTED = {"train": "task:addition", "size": 10, "teacher_prompt": "{prompt} {answer}"}
 
@@ -359,6 +377,10 @@ HINTED = {"train": "task:addition", "size": 10, "teacher_prompt": "{prompt} {ans
         (
             {"model": POLICY, "data": HINTED, "rollout": {"environment": {"name": "guess_number"}}},
             "data.teacher_prompt: '{prompt} {answer}' with rollout.environment",
+        ),
+        (
+            {"model": POLICY, "data": HINTED, "rollout": {"agent": "mine.py:solve"}},
+            "data.teacher_prompt: '{prompt} {answer}' with rollout.agent",
         ),
         (
             {"model": POLICY, "data": HINTED, "batch": {"tokens_per_microbatch": 0}},
