@@ -19,7 +19,7 @@ from spmdrl.config import Config
 from spmdrl.data.attachments import COLUMNS, ImageFiles
 from spmdrl.data.hashed import hashed
 from spmdrl.data.imitation import Example, encode_example
-from spmdrl.data.prompts import Fit, cached_rows, make_order
+from spmdrl.data.prompts import TRIED_ROWS, Fit, cached_rows, make_order
 from spmdrl.data.rows import Messages, Need, label_of, pair_of
 from spmdrl.data.sources import in_file_order, load_rows
 from spmdrl.data.teacher_prompts import TeacherPrompts
@@ -84,10 +84,9 @@ class ExampleSource:
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.rows = load_rows(cfg, split="train", need=self.need)
-        self._taught = TeacherPrompts(cfg, tokenizer, self.rows) if cfg.hints_teacher else None
-        self._fit = Fit(
-            *self.limit(), cfg.data.overlong_prompts, measures_all=self._taught is not None
-        )
+        if cfg.hints_teacher:
+            TeacherPrompts(cfg, tokenizer, self.rows).check(tried=TRIED_ROWS)
+        self._fit = Fit(*self.limit(), cfg.data.overlong_prompts)
         if max_positions is not None and max_positions < self._fit.limit:
             self._fit = replace(
                 self._fit,
@@ -149,8 +148,6 @@ class SupervisedSource(ExampleSource):
         return min(longest, (budget, "batch.tokens_per_microbatch"))
 
     def _encode(self, index: int) -> Unit:
-        if self._taught is not None:
-            self._taught.tokens(index)  # raises Refusal
         return Unit((self._example(index, self.rows[index]),), (0.0,))
 
 

@@ -26,7 +26,7 @@ from spmdrl.world.launch import known_rank
 
 # Rows of a source that are always tokenised at start. The other rows of a generated task are like
 # these; the other rows of a file on disk are checked when a step takes them.
-_TRIED_ROWS = 256
+TRIED_ROWS = 256
 _CACHED_WITH_IMAGES = 64
 _BAR_AFTER_S = 2.0  # of measuring rows
 
@@ -43,8 +43,6 @@ class Fit:
     """`error` or `drop`."""
     can_be_raised: bool = True
     """Whether a user sets `field`."""
-    measures_all: bool = False
-    """Whether rows in memory are tokenised however short they are."""
 
     def check(self, rows: SourcesRows, index: int, *, length: int) -> None:
         """Raise Refusal naming the row if its `length`, in tokens, is above the limit."""
@@ -73,12 +71,11 @@ class Fit:
     ) -> Sequence[int]:
         own = rows.indices(part)
         is_sampled = not rows.parts[part].is_held and self.overlong == "error"
-        scanned = own[:_TRIED_ROWS] if is_sampled else own
+        scanned = own[:TRIED_ROWS] if is_sampled else own
         kept = []
         for i in _with_bar(scanned, what=rows.where(own.start)):
-            is_tried = i - own.start < _TRIED_ROWS
-            must_measure = is_tried or self.measures_all or self._must_measure(rows[i])
-            length = measure(i) if must_measure else 0
+            is_tried = i - own.start < TRIED_ROWS
+            length = measure(i) if is_tried or self._must_measure(rows[i]) else 0
             if self.overlong == "error":
                 self.check(rows, i, length=length)
             if length <= self.limit:
@@ -155,28 +152,13 @@ def make_order(cfg: Config, kept: Chain) -> RowOrder:
 
 
 class _Encoder:
-    """Turns rows into prompts, and finds the rows that fit.
+    """Turns rows into prompts, and finds the rows that fit."""
 
-    Args:
-        taught: prompts of the teacher to check, of the same rows; None for none.
-    """
-
-    def __init__(
-        self,
-        cfg: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        taught: TeacherPrompts | None = None,
-    ):
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg = cfg
         self.tokenizer = tokenizer
-        self._taught = taught
-        self._fit = Fit(
-            cfg.data.max_prompt_tokens,
-            "data.max_prompt_tokens",
-            cfg.data.overlong_prompts,
-            measures_all=taught is not None,
-        )
+        limit = cfg.data.max_prompt_tokens
+        self._fit = Fit(limit, "data.max_prompt_tokens", cfg.data.overlong_prompts)
 
     def usable(self, rows: SourcesRows) -> Chain:
         """Return the rows that fit; see Fit."""
@@ -205,8 +187,6 @@ class _Encoder:
         )
         if not tokens:
             raise Refusal(f"{where}: the prompt {text!r:.40} has no tokens")
-        if self._taught is not None:
-            self._taught.tokens(index)  # raises Refusal
         return tokens, text, row
 
 
@@ -230,7 +210,7 @@ def _check_column(cfg: Config, rows: SourcesRows) -> None:
     found = False
     for part, own in enumerate(rows.parts):
         indices = rows.indices(part)
-        for i in indices if own.is_held else indices[:_TRIED_ROWS]:
+        for i in indices if own.is_held else indices[:TRIED_ROWS]:
             row = rows[i]
             row_sampling(row, cfg, where=rows.where(i))
             found = found or cfg.sampling.column in row
@@ -256,9 +236,10 @@ class PromptSource:
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg = cfg
         self.tokenizer = tokenizer
+        encoder = _Encoder(cfg, tokenizer)
         rows = load_rows(cfg, split="train")
-        taught = TeacherPrompts(cfg, tokenizer, rows) if cfg.hints_teacher else None
-        encoder = _Encoder(cfg, tokenizer, taught=taught)
+        if cfg.hints_teacher:
+            TeacherPrompts(cfg, tokenizer, rows).check(tried=TRIED_ROWS)
         self._prompt = functools.lru_cache(maxsize=cached_rows(rows, tokenizer))(
             functools.partial(encoder.prompt, rows)
         )

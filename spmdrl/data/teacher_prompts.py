@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,7 @@ from spmdrl.errors import Refusal
 from spmdrl.model_inputs import TokenIds
 
 _CACHED = 16384
+_OF_TEMPLATE = 512  # tokens that a chat template may add, such as a system prompt
 
 
 class TeacherPrompts:
@@ -32,6 +34,23 @@ class TeacherPrompts:
         self._sources = cfg.data.sources("train")
         self._of_row = functools.lru_cache(maxsize=_CACHED)(self._encode)
 
+    def check(self, *, tried: int) -> None:
+        """Check all rows in memory, and the first of each source that is not.
+
+        Args:
+            tried: rows of a source that are always tokenised. Others are only if they have so many
+                bytes that they may have too many tokens.
+        Raises: Refusal as `tokens`.
+        """
+        for part, source in enumerate(self._rows.parts):
+            indices = self._rows.indices(part)
+            for index in indices if source.is_held else indices[:tried]:
+                held = [self._prompt(index), self._rows[index].get("tools")]
+                size = len(json.dumps(held, ensure_ascii=False, default=str).encode())
+                is_short = size + _OF_TEMPLATE <= self.cfg.data.max_teacher_prompt_tokens
+                if index - indices.start < tried or not is_short:
+                    self.tokens(index)
+
     def tokens(self, index: int) -> TokenIds | None:
         """Return what the teacher of a row reads before the response; None for the prompt itself.
 
@@ -40,8 +59,7 @@ class TeacherPrompts:
         """
         return self._of_row(index)
 
-    def _encode(self, index: int) -> TokenIds | None:
-        cfg = self.cfg
+    def _prompt(self, index: int) -> str | Messages | None:
         spec = self._sources[self._rows.source(index)].teacher_prompt
         if not spec:
             return None
@@ -53,13 +71,19 @@ class TeacherPrompts:
                 "leave it out"
             )
         prompt = teacher_prompt_of(row, spec, where=where)
-        if not cfg.objective.samples:
-            prompt = _as_in_example(row, prompt, where=where)
+        return prompt if self.cfg.objective.samples else _as_in_example(row, prompt, where=where)
+
+    def _encode(self, index: int) -> TokenIds | None:
+        prompt = self._prompt(index)
+        if prompt is None:
+            return None
+        cfg = self.cfg
+        where = self._rows.where(index)
         tokens, _ = encode_prompt(
             prompt,
             self._tokenizer,
             template=cfg.data.chat_template,
-            tools=row.get("tools"),
+            tools=self._rows[index].get("tools"),
             where=where,
             prefix=cfg.data.generation_prefix,
         )
