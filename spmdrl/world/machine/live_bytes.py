@@ -26,7 +26,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, weakref.ref] = {}
+        self._storages: dict[int, tuple[weakref.ref, int]] = {}
+        """{id: (storage, the bytes that it had when an operation returned it)}."""
         tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
         storages = [t.untyped_storage() for t in tensors if t.device.type == "cpu"]
         self._before = {id(s): weakref.ref(s) for s in storages if s.nbytes()}
@@ -34,23 +35,35 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        has_grown = False
         for tensor in tree_leaves(result):
             if isinstance(tensor, DTensor):
                 # Its own storage has no memory, but a size: where its part of the whole ends.
                 with torch.no_grad():
                     tensor = tensor.to_local()
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                known = self._before.get(id(storage))
-                if known is None or known() is not storage:
-                    self._storages[id(storage)] = weakref.ref(storage)
-        self.peak = max(self.peak, self.now())
+                has_grown |= self._track(tensor.untyped_storage())
+        # Most operations return views, or the tensor that they wrote.
+        if has_grown:
+            self.peak = max(self.peak, self.now())
         return result
+
+    def _track(self, storage: torch.UntypedStorage) -> bool:
+        """Count a storage from now on; return whether it is new or has another size."""
+        known = self._before.get(id(storage))
+        if known is not None and known() is storage:
+            return False
+        size = storage.nbytes()
+        tracked, tracked_size = self._storages.get(id(storage), (None, 0))
+        if tracked is not None and tracked() is storage and tracked_size == size:
+            return False
+        self._storages[id(storage)] = (weakref.ref(storage), size)
+        return True
 
     def now(self) -> int:
         """Return the bytes that are alive. FSDP2 empties storages and keeps them."""
         alive = 0
-        for key, reference in list(self._storages.items()):
+        for key, (reference, _) in list(self._storages.items()):
             storage = reference()
             if storage is None:
                 del self._storages[key]
