@@ -48,7 +48,7 @@ class Usage:
 
 
 def chat_message(
-    response: Response, *, stop: Sequence[str], parses_calls: bool, path: Sequence[int]
+    response: Response, *, stop: Sequence[str], parses_calls: bool, call_id: str
 ) -> Message:
     """Return a sample as the assistant's message.
 
@@ -58,8 +58,7 @@ def chat_message(
     Args:
         stop: texts of the request, which end the content.
         parses_calls: whether tool calls are read.
-        path: all ids up to the last sampled one. The ids of the calls are hashed from them, so
-            that they are the same in a repeated run.
+        call_id: name of the sample, from which the ids of its calls are hashed.
     """
     reasoning, text = split_reasoning(cut_at(response.text, stop))
     message: Message = {"role": "assistant", "content": text}
@@ -71,7 +70,7 @@ def chat_message(
         message["content"] = before or None
         message["tool_calls"] = [
             {
-                "id": _call_id(path, index),
+                "id": _hashed(f"{call_id}/{index}"),
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
             }
@@ -97,8 +96,8 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
     return text[: min((place for place in places if place >= 0), default=len(text))]
 
 
-def _call_id(path: Sequence[int], index: int) -> str:
-    return hashlib.sha256(json.dumps([*path, index]).encode()).hexdigest()[:_ID_CHARACTERS]
+def _hashed(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:_ID_CHARACTERS]
 
 
 # --------------------------------------------------------------------------- whole answers

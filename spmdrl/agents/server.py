@@ -226,21 +226,24 @@ class GatewayServer:
             rest = request.messages[covered:]
             sampled = known.sampled
             tokens = await self._in_encoder(lambda: chat.encode_answer(sampled, rest))
-        answer, path = await self._ask(episode, number, known, tokens, request)
+        answer, num_prompt = await self._ask(episode, number, known, tokens, request)
         responses = await self._in_encoder(
             lambda: chat.decode_turns(answer.tokens, are_truncated=answer.are_truncated)
         )
         choices = []
         for i, response in enumerate(responses):
-            whole = (*path, *answer.tokens[i])
             message = chat_message(
-                response, stop=request.stop, parses_calls=request.parses_calls, path=whole
+                response,
+                stop=request.stop,
+                parses_calls=request.parses_calls,
+                call_id=f"{episode.key}/{answer.nodes[i]}",  # the same in a repeated run
             )
             conversation = [*request.messages, normal_message(message, place="the answer")]
-            own = KnownAnswer(answer.nodes[i], whole, tuple(answer.tokens[i]))
+            own = _known(answer, i, num_prompt)
             episode.history.add_chat(conversation, request.tools, own)
             choices.append(await self._choice(answer, i, request, message=message))
-        return await self._reply(http, f"chatcmpl-{number}", answer, choices, request, path=path)
+        usage = Usage(num_prompt, sum(map(len, answer.tokens)))
+        return await self._reply(http, f"chatcmpl-{number}", choices, usage, request)
 
     async def _serve_text(self, http: web.Request) -> web.StreamResponse:
         episode, number, body = await self._begin(http)
@@ -254,19 +257,20 @@ class GatewayServer:
             rest = prompt[covered:]
             is_new = known is None
             tokens = await self._in_encoder(lambda: self._encode_text(rest, is_new=is_new))
-        answer, path = await self._ask(episode, number, known, tokens, request)
+        answer, num_prompt = await self._ask(episode, number, known, tokens, request)
         choices = []
         for i, sampled in enumerate(answer.tokens):
             body_text = await self._decode(self._body(sampled))
-            own = KnownAnswer(answer.nodes[i], (*path, *sampled), tuple(sampled))
+            own = _known(answer, i, num_prompt)
             if isinstance(prompt, tuple):
-                episode.history.add_text(own.path, own)
+                episode.history.add_text((*prompt, *sampled), own)
             elif len(self._body(sampled)) == len(sampled):
                 # A text that goes on after a token that ended it is another one.
                 episode.history.add_text(prompt + body_text, own)
             text = cut_at(body_text, request.stop)
             choices.append(await self._choice(answer, i, request, text=text))
-        return await self._reply(http, f"cmpl-{number}", answer, choices, request, path=path)
+        usage = Usage(num_prompt, sum(map(len, answer.tokens)))
+        return await self._reply(http, f"cmpl-{number}", choices, usage, request)
 
     async def _begin(self, http: web.Request) -> tuple[LiveEpisode, int, dict[str, Any]]:
         """Return the episode of a request, its number and its body."""
@@ -309,19 +313,19 @@ class GatewayServer:
         known: KnownAnswer | None,
         tokens: Sequence[int],
         request: RequestOptions,
-    ) -> tuple[Answer, tuple[int, ...]]:
-        """Return the leader's answer, and the ids that it was given to.
+    ) -> tuple[Answer, int]:
+        """Return the leader's answer, and the number of tokens before it.
 
         Raises: BadRequest if it refuses, or the episode ends.
         """
         if self._by_name.get(episode.key) is not episode:
             raise _ended()
         parent = NO_PARENT
-        path = tuple(tokens)
+        num_tokens = len(tokens)
         if known is not None:
             parent = known.node
-            path = known.path + path
-        if not path:
+            num_tokens += known.num_tokens
+        if not num_tokens:
             raise BadRequest("the prompt has no tokens")
         ask = Ask(
             episode=episode.key,
@@ -337,7 +341,7 @@ class GatewayServer:
         answer = await future
         if answer.refusal:
             raise BadRequest(answer.refusal, code=TOO_LONG)
-        return answer, path
+        return answer, num_tokens
 
     # ---------------------------------------------------------------- texts and ids
 
@@ -399,13 +403,10 @@ class GatewayServer:
         self,
         http: web.Request,
         id: str,
-        answer: Answer,
         choices: Sequence[Choice],
+        usage: Usage,
         request: RequestOptions,
-        *,
-        path: tuple[int, ...],
     ) -> web.StreamResponse:
-        usage = Usage(len(path), sum(map(len, answer.tokens)))
         if not request.streams:
             return web.json_response(completion(id, choices, usage, request))
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -415,6 +416,16 @@ class GatewayServer:
                 await stream.write(event)
             await stream.write_eof()
         return stream
+
+
+def _known(answer: Answer, index: int, num_prompt: int) -> KnownAnswer:
+    """Return one sample of an answer as an answer that requests may continue.
+
+    Args:
+        num_prompt: tokens before it.
+    """
+    sampled = tuple(answer.tokens[index])
+    return KnownAnswer(answer.nodes[index], num_prompt + len(sampled), sampled)
 
 
 def _ended() -> BadRequest:

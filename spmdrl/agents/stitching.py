@@ -29,8 +29,8 @@ class KnownAnswer:
 
     node: int
     """Its number, as the leader gave it."""
-    path: tuple[int, ...]
-    """All token ids up to its last sampled one."""
+    num_tokens: int
+    """Tokens of its path: all up to its last sampled one."""
     sampled: tuple[int, ...]
     """Its own ids, the end of the path."""
     is_continued: bool = False

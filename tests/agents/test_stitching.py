@@ -287,7 +287,7 @@ def test_the_longest_of_several_answers_is_continued():
     for node in range(3):
         conversation += [user(f"{node}?"), {"role": "assistant", "content": str(node)}]
         normal = [normal_message(m, place="") for m in conversation]
-        history.add_chat(normal, [], KnownAnswer(node, (node,), (node,)))
+        history.add_chat(normal, [], KnownAnswer(node, 1, (node,)))
     for count, node in ((1, None), (3, 0), (5, 1), (7, 2)):
         asked = [*conversation, user("more")][:count]
         known, covered = history.find_chat([normal_message(m, place="") for m in asked], [])
