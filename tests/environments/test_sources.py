@@ -148,6 +148,12 @@ def test_an_evaluation_takes_what_held_out_sources_are_played_in():
     common = changed(cfg, data=dict(eval="task:addition"))
     own = evaluation_config(common, model="m", world_size=1)
     assert own.environment_fields() == {"rollout.environment": tools}
+    agent = dict(agent="a.py:solve", agents_at_once=3, replay_schedule="run")
+    own = evaluation_config(
+        changed(cfg, rollout=agent | dict(environment={})), model="m", world_size=1
+    )
+    assert (own.rollout.agent, own.rollout.agents_at_once) == ("a.py:solve", 3)
+    assert not own.rollout.replay_schedule
 
 
 # --------------------------------------------------------------------------- in the workers

@@ -189,6 +189,7 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
     rewards = cfg.rewards
     models = reward_models(rewards.functions)  # these score on trainers
     scored = [i for i in range(len(rewards.functions)) if i not in models]
+    unset = config.RolloutSettings()
     # Settings of the training rows alone would be refused without these rows.
     sources = cfg.data.sources("eval")
     options = cfg.data.task_options
@@ -225,8 +226,12 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
         engine=cfg.engine,
         evaluate=cfg.evaluate,
         # The sources of data.eval bring their own environments.
-        rollout=config.RolloutSettings(
-            environment=cfg.environment_fields("eval").get("rollout.environment", {})
+        rollout=replace(
+            cfg.rollout,
+            environment=cfg.environment_fields("eval").get("rollout.environment", {}),
+            schedule=unset.schedule,
+            record=unset.record,
+            replay_schedule="",
         ),
         rewards=replace(
             rewards,
