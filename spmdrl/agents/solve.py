@@ -117,7 +117,7 @@ class Agent:
         with socket.create_server((_HOST, 0)) as server:
             port = server.getsockname()[1]
         client = self._client(_preload, base_url=f"http://{_HOST}:{port}/v1", api_key="none")
-        with contextlib.suppress(openai.APIConnectionError):  # nobody listens there any more
+        with contextlib.suppress(openai.OpenAIError):  # nobody listens there any more
             resolve(_preload({}, client))
 
     def _client(self, function: Callable[..., Any], *, base_url: str, api_key: str) -> Any:
