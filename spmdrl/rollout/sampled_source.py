@@ -248,8 +248,8 @@ class SampledSource(Source):
                 self.loop.agents.close()
 
     def _start_gateway(self) -> Gateway | None:
-        """Start the endpoint for agents; None if all decisions are repeated, without agents."""
-        if self.cfg.rollout.replay_schedule:
+        """Start the endpoint for agents, if they run."""
+        if not self.cfg.rollout.runs_agent:
             return None
         gateway = Gateway(self.cfg)
         gateway.start()

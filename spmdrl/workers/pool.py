@@ -299,12 +299,12 @@ def _put(queue: JobQueue, key: Hashable, work: Work, *, what: str) -> None:
 
 
 def _agent_queue(cfg: Config) -> JobQueue | None:
-    """Return the worker that runs the agent; None without an agent.
+    """Return the worker that runs the agent; None if none runs.
 
     It is one process of its own, because an agent runs for long, and has a deadline of its own.
     """
     rollout = cfg.rollout
-    if not rollout.has_agent:
+    if not rollout.runs_agent:
         return None
     agent = AgentSetup(
         function=rollout.agent,
