@@ -16,7 +16,6 @@ from spmdrl.agents.gateway import Gateway
 from spmdrl.agents.messages import NO_PARENT, Answer, Ask
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.decisions import Decisions, Report
 from spmdrl.rollout.episode import GREEDY, Episode, Group, sample_seed, seed_after
 from spmdrl.rollout.tree import AgentCall, Tree
@@ -122,7 +121,6 @@ class AgentEpisodes:
         self.pool = pool
         self.gateway = gateway
         self._running: set[Hashable] = set()  # keys of episodes whose agent runs
-        self._has_models = bool(reward_models(cfg.rewards.functions))
 
     def close(self) -> None:
         """End the gateway."""
@@ -272,16 +270,10 @@ class AgentEpisodes:
         if not answered:
             message = f"{AGENT}: it ended without a single answer of the policy"
             return replace(_failed(result), failure="error", message=message)
-        if result.value is not None:
-            parts = {AGENT: result.value}
-            return RewardResult(episode.key, result.value, parts=parts, metrics=dict(episode.info))
-        if self.pool.scopes or self._has_models:
+        if result.value is None:
             return None
-        message = (
-            f"{AGENT}: it returned no reward, and rewards.functions, which would then score its "
-            "last answer, is empty"
-        )
-        return replace(_failed(result), failure="bad_value", message=message)
+        parts = {AGENT: result.value}
+        return RewardResult(episode.key, result.value, parts=parts, metrics=dict(episode.info))
 
 
 def _failed(result: SolveResult) -> RewardResult:

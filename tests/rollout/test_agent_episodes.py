@@ -183,7 +183,6 @@ def broken(seed: int):
     [
         (silent, "error", "agent: it ended without a single answer of the policy"),
         (broken, "error", "agent: KeyError: 'lost'"),
-        (without_reward, "bad_value", "agent: it returned no reward, and rewards.functions, which"),
     ],
 )
 def test_an_episode_without_reward_fails_alone_and_by_name(agent, failure, message, runs, caplog):
