@@ -445,7 +445,7 @@ _RECORD = [
             and not is_timed(cfg)
         ),
         "time decides nothing in this run: its engines neither work ahead nor have an "
-        "environment, and it repeats by itself",
+        "environment or an agent, and it repeats by itself",
         "leave it out",
     ),
 ]

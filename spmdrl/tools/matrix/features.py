@@ -66,6 +66,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "environments", "several turns, tools", {"rollout.environment": {"name": "guess_number"}}
     ),
+    Feature("agents", "agents ask the policy", {"rollout.agent": "my_agent.py:solve"}),
     Feature(
         "drafts",
         "speculative decoding, on CPUs",
