@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -15,7 +16,18 @@ sys.path.insert(0, str(ROOT / "docs"))
 import rooms  # noqa: E402
 
 FILES = sorted((ROOT / "spmdrl").rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in [*FILES, ROOT / "train.py"]}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Return {file: its syntax tree} of the package and the program."""
+    return {path: ast.parse(path.read_text()) for path in [*FILES, ROOT / "train.py"]}
+
+
+@functools.cache
+def imports() -> list[rooms.Import]:
+    """Return every import of a module of ours by another."""
+    return [*rooms.imports()]
 
 
 def test_every_module_has_a_room() -> None:
@@ -26,7 +38,7 @@ def test_every_module_has_a_room() -> None:
 def test_rooms_import_only_from_rooms_below() -> None:
     wrong = [
         f"{one.path.relative_to(ROOT)}:{one.line} imports {one.imported}"
-        for one in rooms.imports()
+        for one in imports()
         if (here := rooms.room_of(one.module)) in rooms.LEVELS
         and (there := rooms.room_of(one.imported)) != here
         and rooms.LEVELS[there] >= rooms.LEVELS[here]
@@ -54,14 +66,14 @@ def test_every_test_is_in_the_folder_of_a_room() -> None:
 
 def test_tests_that_pages_and_comments_name_are_there() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "slurm" / "README.md"]
-    texts = "\n".join(path.read_text() for path in [*pages, *TREES])
+    texts = "\n".join(path.read_text() for path in [*pages, *trees()])
     named = {*re.findall(r"\btests/[\w./]+\.\w+", texts)}
     assert named and not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_there_is_no_import_ring() -> None:
     uses = defaultdict(set)
-    for one in rooms.imports():
+    for one in imports():
         uses[one.module].add(one.imported)
     TopologicalSorter(uses).prepare()  # raises CycleError, which names the ring
 
@@ -69,7 +81,7 @@ def test_there_is_no_import_ring() -> None:
 def test_config_imports_no_room_but_three_light_ones() -> None:
     assert not [
         (one.module, one.imported)
-        for one in rooms.imports()
+        for one in imports()
         if rooms.room_of(one.module) == "config"
         and rooms.room_of(one.imported) not in ("config", "errors", "imports", "run_files")
     ]
@@ -85,7 +97,7 @@ def test_an_inference_rank_never_imports_training() -> None:
     names.remove("spmdrl.model.logit_kernels")  # needs Triton
     lazily = [  # what stands inside functions is not loaded by importing the module
         (one.module, one.imported)
-        for one in rooms.imports()
+        for one in imports()
         if rooms.room_of(one.module) in own and rooms.room_of(one.imported) == "train"
     ]
     assert not lazily
@@ -105,7 +117,7 @@ def _modules_after(code: str) -> set[str]:
 
 
 def test_nothing_that_trains_imports_the_tools() -> None:
-    users = {one.module for one in rooms.imports() if rooms.room_of(one.imported) == "tools"}
+    users = {one.module for one in imports() if rooms.room_of(one.imported) == "tools"}
     assert {rooms.room_of(module) for module in users} == {"tools"}
     script = {name.split(".")[0] for name in rooms.imports_of(ROOT / "train.py")}
     assert "api" in script and "tools" not in script
@@ -118,7 +130,7 @@ def test_nothing_that_trains_imports_the_tools() -> None:
 def test_no_two_classes_have_one_name() -> None:
     names = Counter(
         node.name
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     )
@@ -138,7 +150,7 @@ def test_no_file_imports_one_of_its_own_name() -> None:
     # A command is named as a person types it, and a package may show what is in it.
     assert not [
         (one.module, one.imported)
-        for one in rooms.imports()
+        for one in imports()
         if one.module.split(".")[-1] == one.imported.split(".")[-1]
         and not one.imported.startswith(one.module + ".")
         and not one.module.startswith("tools.commands.")
@@ -163,7 +175,7 @@ def test_statements_nest_at_most_three_deep() -> None:
                 deep.append(f"{path.relative_to(ROOT)}:{child.lineno}")
             walk(child, inner, path)
 
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         walk(tree, 0, path)
     assert not deep, "\n".join(deep)
 
@@ -186,7 +198,7 @@ def test_the_tree_on_the_page_is_the_real_tree_in_the_order_of_imports() -> None
     places = {name.removesuffix("/").removesuffix(".py"): i for i, name in enumerate(named)}
     wrong = {
         (here, there)
-        for one in rooms.imports()
+        for one in imports()
         if (here := rooms.room_of(one.module)) in places
         and (there := rooms.room_of(one.imported)) != here
         and places[there] > places[here]
@@ -201,7 +213,7 @@ def test_only_their_doors_import_the_rooms_of_vision() -> None:
     rooms_of_vision = tuple(name.removeprefix("spmdrl/").replace("/", ".") for name in VISION_ROOMS)
     outside = {
         one.path.relative_to(ROOT).as_posix()
-        for one in rooms.imports()
+        for one in imports()
         if f"{one.imported}.".startswith(rooms_of_vision)
         and not f"{one.module}.".startswith(rooms_of_vision)
     }
