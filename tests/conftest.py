@@ -46,6 +46,8 @@ def _system_path() -> str:
 
 
 LONGEST_FILES = (
+    # Its ranks need a fork server of their own: before another one has been started.
+    "engine/test_vision_vllm.py",
     "train/test_parity_grid.py",
     "program/test_train.py",
     "workers/test_pool.py",
