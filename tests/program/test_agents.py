@@ -1,4 +1,4 @@
-"""Runs of real agents by train.py: repeated without the agent."""
+"""Runs of real agents by train.py: repeated without the agent, killed in the middle of episodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.built import small_model
-from tests.helpers.runs import TINY, metrics, run
+from tests.helpers.runs import TINY, kill_all, metrics, run, start, wait_for
 from tests.program.test_train import assert_same_end
 from tests.rollout.timed_runs import decisions_of, rollouts_of
 
@@ -28,6 +28,11 @@ def user(text):
 async def solve(row, client):
     begin = [user(row["prompt"])]
     (first,) = await ask(client, begin, max_tokens=6)
+    with open(HERE / "begun", "a") as file:
+        file.write("x")
+    place = (HERE / "begun").stat().st_size
+    while (HERE / "gate").exists() and place > int((HERE / "gate").read_text()):
+        await asyncio.sleep(0.02)
     known = [*begin, {"role": "assistant", "content": first}]
     both = await asyncio.gather(
         ask(client, [*known, user("1")], max_tokens=5),
@@ -55,7 +60,7 @@ FLAGS = TINY["rl"] | {
 
 
 class AgentRuns:
-    """Runs of one agent, which may ask late.
+    """Runs of one agent, which may answer late and may be held.
 
     Args:
         folder: of all of them.
@@ -90,6 +95,11 @@ def runs(tmp_path) -> AgentRuns:
     return AgentRuns(tmp_path)
 
 
+def groups_of(out: Path) -> list[Any]:
+    """Return the digests of a run's groups, by step."""
+    return [row["groups"] for row in decisions_of(out) if "groups" in row]
+
+
 @pytest.mark.proves(
     "agents", "replay_schedule", "in_flight", "lag", "split", "record", "transformers"
 )
@@ -104,3 +114,28 @@ def test_a_run_repeats_without_its_agent(runs):
     assert_same_end(once, again)
     assert rollouts_of(once) == rollouts_of(again)
     assert decisions_of(once) == decisions_of(again)
+
+
+@pytest.mark.proves("agents", "split", "record", "transformers")
+def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_as_one_that_was_not(runs):
+    exact = {"engine.exact": "true", "lag": 0, "algorithm.correction": "none"}
+    whole = runs.run("whole", late_s=0.0, **exact)
+    # Of the second step's eight episodes, six go on after their first request.
+    (runs.folder / "begun").unlink()
+    (runs.folder / "gate").write_text("14")
+    killed = start("demo_grpo.yaml", 2, **runs.flags("killed", **exact))
+    schedule = runs.folder / "killed" / "schedule"
+
+    def is_held() -> bool:
+        lines = [line for file in schedule.glob("*") for line in file.read_text().splitlines()]
+        return sum('"ask": ' in line and '"train-1-' in line for line in lines) >= 8 + 6 * 2
+
+    wait_for(killed, is_held, "the agents are not held", timeout_s=200)
+    kill_all(killed)
+    (runs.folder / "gate").unlink()
+    again = runs.run("killed", late_s=0.0, **exact)
+    begun = [row["agents"] for row in decisions_of(again) if "agents" in row]
+    keys = [key for _, keys in begun for key in keys]
+    assert len(keys) > len(set(keys)) == 24, "no agent began again"
+    assert groups_of(again) == groups_of(whole)
+    assert_same_end(whole, again)
