@@ -69,6 +69,8 @@ PARTS = [
          (*_ON_CPU, "--vocabulary", "1024", "--hidden", "64", "--tokens", "64", "--rounds", "1")),
     Part("packing", _module("packing", "--shape", "1b"), 30, 60, 1,
          ("--shape", "tiny", "--device", "cpu", "--longest", "64")),
+    Part("exact", _module("exact", "--shape", "1b"), 40, 60, 1,
+         ("--shape", "tiny", "--device", "cpu")),
     Part("memory", _module("memory", "--shape", "1b"), 70, 200, 1,
          ("--shape", "tiny", "--device", "cpu", "--steps", "2")),
     _run("resumed", needs_s=80, limit_s=150),

@@ -215,7 +215,7 @@ def test_a_block_of_keys_takes_the_queries_that_see_it_alone(monkeypatch: pytest
         return bmm(rows, others)
 
     monkeypatch.setattr(torch, "bmm", counted)
-    attention_unit(16, 16, torch.float32, torch.get_num_threads())
+    attention_unit(16, 16, torch.float32, torch.get_num_threads(), torch.device("cpu"))
     counts.clear()
     query = torch.randn(1, 1, 2, 512, 16)
     key = torch.randn(1, 1, 512, 16)

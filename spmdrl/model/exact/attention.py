@@ -176,7 +176,7 @@ def attend(
     Returns: [B, Hkv, G, L, Dv], in the dtype of the query.
     """
     batch, kv_heads, shared, length, _ = query.shape
-    unit = attention_unit(*keys.dims, query.dtype, torch.get_num_threads())
+    unit = attention_unit(*keys.dims, query.dtype, torch.get_num_threads(), query.device)
     num_rows = padded(shared * length, unit)
     # The rows of a query, one for each head that shares keys, lie next to each other.
     rows = query.transpose(2, 3).reshape(batch * kv_heads, shared * length, -1)

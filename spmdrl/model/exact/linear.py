@@ -36,7 +36,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = F.pad(rows, (0, missing))
         weight = F.pad(weight, (0, missing))
     threads = torch.get_num_threads()
-    unit = _unit(weight.shape[1], weight.shape[0], x.dtype, bias is not None, threads)
+    inputs = weight.shape[1]
+    unit = _unit(inputs, len(weight), x.dtype, bias is not None, threads, x.device)
     if unit != BLOCK and len(rows) % unit == 0:
         out = F.linear(rows, weight, bias)
     elif torch.is_grad_enabled():
@@ -104,18 +105,25 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor)
 
 @cache
 @torch.no_grad()
-def _unit(inputs: int, outputs: int, dtype: torch.dtype, has_bias: bool, threads: int) -> int:
+def _unit(
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    threads: int,
+    device: torch.device,
+) -> int:
     """Return the multiple of which a shape's products have rows: a unit, or BLOCK.
 
     Raises: Refusal where none keeps the bits of rows.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        rows = torch.randn(TRIED_ROWS, inputs).to(dtype)
+        rows = torch.randn(TRIED_ROWS, inputs).to(device, dtype)
         # Weights of a model begin at any place in memory.
-        values = torch.randn(outputs * inputs + 1).to(dtype)
+        values = torch.randn(outputs * inputs + 1).to(device, dtype)
         weight = values[1:].view(outputs, inputs)
-        bias = torch.randn(outputs).to(dtype) if has_bias else None
+        bias = torch.randn(outputs).to(device, dtype) if has_bias else None
     aligned = weight.clone()
 
     def compute(own: Tensor, unit: int) -> Tensor:

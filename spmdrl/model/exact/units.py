@@ -62,13 +62,15 @@ def least_unit(
             return unit
     raise Refusal(
         f"engine.exact: products of {what} in {rows.dtype} have other bits in other batches on "
-        f"this CPU with {threads} threads; set it to false"
+        f"this {rows.device.type} with {threads} threads; set it to false"
     )
 
 
 @cache
 @torch.no_grad()
-def attention_unit(dim: int, value_dim: int, dtype: torch.dtype, threads: int) -> int:
+def attention_unit(
+    dim: int, value_dim: int, dtype: torch.dtype, threads: int, device: torch.device
+) -> int:
     """Return the unit of rows for products with the keys and with the values of a block.
 
     Args:
@@ -77,11 +79,11 @@ def attention_unit(dim: int, value_dim: int, dtype: torch.dtype, threads: int) -
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        queries = torch.randn(3, TRIED_ROWS, dim).to(dtype)
-        weights = torch.rand(3, TRIED_ROWS, KEYS).to(dtype)
+        queries = torch.randn(3, TRIED_ROWS, dim).to(device, dtype)
+        weights = torch.rand(3, TRIED_ROWS, KEYS).to(device, dtype)
         # The second block of a sequence.
-        keys = torch.randn(3, 2 * KEYS, dim).to(dtype)[:, KEYS:].transpose(1, 2)
-        values = torch.randn(3, 2 * KEYS, value_dim).to(dtype)[:, KEYS:]
+        keys = torch.randn(3, 2 * KEYS, dim).to(device, dtype)[:, KEYS:].transpose(1, 2)
+        values = torch.randn(3, 2 * KEYS, value_dim).to(device, dtype)[:, KEYS:]
     found = []
     for rows, others in ((queries, keys), (weights, values)):
 

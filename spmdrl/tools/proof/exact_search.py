@@ -7,6 +7,7 @@ which they are computed.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,7 +83,10 @@ class PagedDecoder:
         return self._model.compute_logits(states[ends - 1])
 
 
-def make_runner(model: ModelSettings, *, dtype: Dtype) -> ModelRunner:
+CPU = torch.device("cpu")
+
+
+def make_runner(model: ModelSettings, *, dtype: Dtype, device: torch.device = CPU) -> ModelRunner:
     """Load a model with its weights, as the engine of a run with engine.exact does.
 
     Raises: Refusal when it cannot be loaded.
@@ -93,7 +97,7 @@ def make_runner(model: ModelSettings, *, dtype: Dtype) -> ModelRunner:
         sampling=SamplingSettings(max_response_tokens=_NUM_DRAWN),
         engine=EngineSettings(kind="transformers", dtype=dtype, exact=True),
     )
-    return ModelRunner(cfg, torch.device("cpu"), longest=cfg.longest_sequence)
+    return ModelRunner(cfg, device, longest=cfg.longest_sequence)
 
 
 @torch.inference_mode()
@@ -127,7 +131,8 @@ def first_difference(runner: ModelRunner, decoder: Decoder) -> str:
         logprobs = torch.log_softmax(logits, dim=-1)
         for index, (sequence, row, count) in enumerate(zip(sequences, rows, _PROMPTS)):
             token = row[count + number]
-            if not torch.isclose(logprobs[index, token], scores[index][count + number], atol=0.5):
+            expected = float(scores[index][count + number])
+            if not math.isclose(float(logprobs[index, token]), expected, abs_tol=0.5):
                 return "the tokens that are computed: the cache is not that of the sequences"
             sequence.tokens.append(token)
     return ""
