@@ -44,13 +44,14 @@ def exact_config(model: Path | str, *, dtype: str = "float32", **fields: Any) ->
 
 
 def counts(world: World, cases: dict[str, Config]) -> dict[str, tuple[int, int]]:
-    """Return what `compared` finds for each config."""
+    """Return what `compared` finds for each config; by two threads where the name says so."""
     found = {}
     for seed, (name, cfg) in enumerate(cases.items()):
         form = lora_form(cfg.model.lora) if cfg.model.lora.is_on else None
         model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True, lora=form)
         TrainedModel(model, cfg.optimizer)  # has routers choose recorded experts
-        found[name] = compared(cfg, world, model, seed=seed)
+        threads = 2 if "threads" in name else 1
+        found[name] = compared(cfg, world, model, seed=seed, threads=threads)
     return found
 
 
@@ -83,7 +84,7 @@ def _moved(model: ShardedModel) -> list[tuple[str, torch.Tensor]]:
 
 
 def compared(
-    cfg: Config, world: World, model: ShardedModel, *, seed: int, count: int = 12
+    cfg: Config, world: World, model: ShardedModel, *, seed: int, count: int = 12, threads: int = 1
 ) -> tuple[int, int]:
     """Return how many tokens the trainer scores otherwise than they were drawn, and of how many.
 
@@ -91,6 +92,7 @@ def compared(
     With `in_flight` weights change after four steps, and only tokens of the new ones count.
     """
     engine = make_engine(cfg, world)
+    torch.set_num_threads(threads)  # vLLM sets it
     engine.weights_changed(0)
     if model.adapters:
         engine.load_weights(_merged(model))
@@ -196,6 +198,7 @@ def test_a_trainer_finds_the_bits_that_an_engine_sampled_with(tmp_path: Path):
     cases["lora of a mixture"] = changed(
         cases["qwen3_moe float32"], model=dict(lora=dict(rank=4, targets=["q_proj", "o_proj"]))
     )
+    cases["two threads"] = dense
     cases["in flight"] = changed(dense, **IN_FLIGHT)
     cases["in flight, mixture"] = changed(mixture, **IN_FLIGHT)
     plain = changed(dense, engine=dict(exact=False))

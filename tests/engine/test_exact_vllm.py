@@ -71,6 +71,7 @@ def test_vllm_draws_with_the_bits_that_a_trainer_finds(tmp_path: Path):
         cases[family] = changed(cfg, engine=dict(kind="vllm", cpu_kv_cache_gib=0.05))
     sampling = dict(top_k=9, top_p=0.9) | test_exact.PENALTIES
     cases["gemma2"] = changed(cases["gemma2"], sampling=sampling)
+    cases["two threads"] = cases["qwen3"]
     cases["in flight"] = changed(cases["qwen3"], **test_exact.IN_FLIGHT)
     (found,) = in_world(cases["qwen3"], counts, cases)
     assert min(total for _, total in found.values()) > 60
