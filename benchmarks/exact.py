@@ -1,12 +1,12 @@
 """Time what engine.exact costs: decode, update, the pass for old logprobs, and a whole step.
 
     OMP_NUM_THREADS=1 python benchmarks/exact.py
-    OMP_NUM_THREADS=1 python benchmarks/exact.py --shapes 128x4x512x6x8 --rounds 3
+    OMP_NUM_THREADS=1 python benchmarks/exact.py --shapes 128x4x512x6x8 --kind vllm
 
 A shape is HIDDENxLAYERSxSEQUENCESxPROMPTxRESPONSE. Plain and exact have the same weights and
-sequences, in one process, in turns. That exact engines and trainers agree to the bit is asserted.
-Prints a Markdown table of medians. A step with several updates also takes the pass for old
-logprobs, which exact leaves out.
+sequences, in one process, in turns; with vLLM one after the other. That exact engines and trainers
+agree to the bit is asserted. Prints a Markdown table of medians. A step with several updates also
+takes the pass for old logprobs, which exact leaves out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -45,6 +46,8 @@ class Options:
 
     shapes: tuple[str, ...] = ("128x4x512x6x8", "512x6x32x64x64")
     dtype: str = "float32"
+    kind: Literal["transformers", "vllm"] = "transformers"
+    """Of the engine."""
     rounds: int = 5
     """Steps of each that count, after one that does not."""
 
@@ -58,7 +61,7 @@ def config_of(options: Options, path: str, *, rows: int, prompt: int, response: 
         layout=replace(own.layout, placement="colocated"),
         data=config.DataSettings(max_prompt_tokens=prompt),
         sampling=config.SamplingSettings(max_response_tokens=response),
-        engine=config.EngineSettings(kind="transformers", dtype=options.dtype, max_num_seqs=rows),  # type: ignore[arg-type]
+        engine=config.EngineSettings(kind=options.kind, dtype=options.dtype, max_num_seqs=rows),  # type: ignore[arg-type]
         # The weights stay, so that every round does the same.
         optimizer=replace(own.optimizer, lr=0.0),
     )
@@ -66,6 +69,7 @@ def config_of(options: Options, path: str, *, rows: int, prompt: int, response: 
 
 def generate(engine: EngineProtocol, prompts: Tensor, *, response: int) -> tuple[Tensor, Tensor]:
     """Return sequences [rows, length] and the logprobs of their responses [rows, response]."""
+    engine.weights_changed(engine.version + 1)  # keeps no prefixes
     for index, prompt in enumerate(prompts.tolist()):
         engine.add(Request(f"{index:06}", tuple(prompt), response, 1.0, index, ()))
     done = []
@@ -120,14 +124,22 @@ def main(options: Options) -> None:
             )
             own = config_of(options, path, rows=count, prompt=prompt, response=response)
             world = world or World.start(own)
-            sides = []
-            for cfg in (own, replace(own, engine=replace(own.engine, exact=True))):
-                sides.append(Side(cfg, make_engine(cfg, world), make_trainer(cfg, world)))
+            both = [own, replace(own, engine=replace(own.engine, exact=True))]
             generator = torch.Generator().manual_seed(0)
             prompts = torch.randint(8, 96, (count, prompt), generator=generator)
-            show(shape, timed(sides, prompts, response=response, rounds=options.rounds))
-            for side in sides:
-                side.engine.close()
+            found: dict[str, list[float]] = {}
+            # A process has one engine of vLLM at a time.
+            together = [both] if options.kind == "transformers" else [[cfg] for cfg in both]
+            for cfgs in together:
+                sides = []
+                for cfg in cfgs:
+                    sides.append(Side(cfg, make_engine(cfg, world), make_trainer(cfg, world)))
+                times = timed(sides, prompts, response=response, rounds=options.rounds)
+                for name, medians in times.items():
+                    found.setdefault(name, []).extend(medians)
+                for side in sides:
+                    side.engine.close()
+            show(shape, found)
     if world:
         world.close()
 
@@ -135,16 +147,16 @@ def main(options: Options) -> None:
 def timed(
     sides: list[Side], prompts: Tensor, *, response: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return {part: median seconds of plain and of exact}."""
+    """Return {part: median seconds of each side}."""
     parts = [side.parts(prompts, response=response) for side in sides]
-    found: dict[str, list[list[float]]] = {name: [[], []] for name in parts[0]}
+    found: dict[str, list[list[float]]] = {name: [[] for _ in sides] for name in parts[0]}
     for turn in range(rounds + 1):
         for name in found:
             for side, own in enumerate(parts):
                 took = plain.seconds(own[name], torch.device("cpu"))
                 if turn:
                     found[name][side].append(took)
-    return {name: [statistics.median(own) for own in both] for name, both in found.items()}
+    return {name: [statistics.median(own) for own in times] for name, times in found.items()}
 
 
 def show(shape: str, found: dict[str, list[float]]) -> None:
