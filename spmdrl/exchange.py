@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spmdrl.columns import AllToAll, RouterRoutes, TokenColumn, column_class
 from spmdrl.data.microbatch_plan import Partition, partition
-from spmdrl.data.prefix_tree import surely_shared
+from spmdrl.data.prefix_tree import by_prefix, surely_shared
 from spmdrl.errors import Refusal, RewardFailed
 from spmdrl.plain import pack, unpack
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, join_sums, round_sums
@@ -35,8 +35,12 @@ class _GatheredBatch:
     samples: tuple[dict, ...]
     columns: dict[str, TokenColumn]
     """This rank's extra columns, with the keys of all ranks."""
+    plan_order: Tensor
+    """[S] int64, the sequences in the order in which they are planned: those of a group that share
+    a prefix are neighbours."""
     shared: Tensor
-    """[S] int64, tokens that a sequence surely shares with the one before it, of its group."""
+    """[S] int64, in that order: tokens that a sequence surely shares with the one before it, of its
+    group."""
 
     @property
     def added_cost(self) -> Tensor | None:
@@ -95,17 +99,18 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
     table = _gather(rollouts, world, step=step)
     _check(table, step=step)
     cfg = world.cfg.batch
+    order = table.plan_order
+    added = table.added_cost
     plan = partition(
-        table.scalars.lengths,
-        group_ids=table.scalars.group_ids,
+        table.scalars.lengths[order],
+        group_ids=table.scalars.group_ids[order],
         dp_size=world.dp_size,
         tokens_per_microbatch=world.tokens_per_microbatch,
         num_updates=cfg.updates_per_step,
         whole_groups=world.cfg.objective.trains_on_pairs,
-        added=table.added_cost,
+        added=None if added is None else added[order],
         shared=table.shared,
-        traces=table.scalars.traces,
-    )
+    ).for_order(order)
     received, starts = _move(rollouts, table, plan=plan, world=world, step=step)
     return Batch(
         scalars=table.scalars,
@@ -125,7 +130,9 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _GatheredBatch:
         key: column.describe(rollouts.scalars.lengths)
         for key, column in rollouts.extra_columns.items()
     }
-    shared = _shared_tokens(rollouts) if world.shares_prefixes else [0] * len(rollouts.scalars)
+    shared = [(0, 0)] * len(rollouts.scalars)
+    if world.shares_prefixes:
+        shared = _shared_tokens(rollouts)
     payload = pack((vars(rollouts.scalars), rollouts.sums, rollouts.samples, described, shared))
     # The sizes arrive when every rank has its rollouts, so this is the wait for the other role.
     with world.watch.wait("await rollouts", step):
@@ -140,15 +147,20 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _GatheredBatch:
     counts = torch.tensor([len(part) for part in parts])
     rows = torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))
     sources = torch.arange(len(parts)).repeat_interleave(counts)[order]
+    own_shares = torch.tensor([pair for own in shares for pair in own], dtype=torch.int64)
+    places, counts_shared = own_shares.view(-1, 2)[order].unbind(1)
     groups = scalars.group_ids[order]
+    plan_order = torch.arange(len(order))
+    if scalars.traces.any():
+        plan_order = _sorted_by(groups, sources, places)
     # Sequences of two ranks are not compared.
     is_compared = torch.zeros(len(order), dtype=torch.bool)
-    is_compared[1:] = (groups.diff() == 0) & (sources.diff() == 0)
-    own_shares = torch.tensor([count for own in shares for count in own], dtype=torch.int64)
+    is_compared[1:] = (groups[plan_order].diff() == 0) & (sources[plan_order].diff() == 0)
     return _GatheredBatch(
         scalars=Scalars(**{name: column[order] for name, column in vars(scalars).items()}),
         sources=sources,
-        shared=torch.where(is_compared, own_shares[order], 0),
+        plan_order=plan_order,
+        shared=torch.where(is_compared, counts_shared[plan_order], 0),
         positions=_ranges(torch.zeros_like(counts), counts)[order],
         sums=round_sums(join_sums(*sums)),
         samples=tuple(sample for part in samples for sample in part),
@@ -158,30 +170,45 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _GatheredBatch:
 
 def _by_group(scalars: Scalars) -> Tensor:
     """Return the order of the sequences by (group, sample, trace): [S] int64."""
-    keys = scalars.group_ids
-    for ids in (scalars.sample_ids, scalars.traces):
+    return _sorted_by(scalars.group_ids, scalars.sample_ids, scalars.traces)
+
+
+def _sorted_by(first: Tensor, *others: Tensor) -> Tensor:
+    """Return the order of columns [S] int64 of at least 0, by the first, then by the others."""
+    keys = first
+    for ids in others:
         most = int(ids.max()) + 1 if len(ids) else 1
         keys = keys * most + ids
     return torch.argsort(keys, stable=True)
 
 
-def _shared_tokens(rollouts: Rollouts) -> list[int]:
-    """Return for each sequence of this rank the tokens that it surely shares with the one before it
-    in the order of groups, samples and traces."""
-    if not len(rollouts.scalars):
+def _shared_tokens(rollouts: Rollouts) -> list[tuple[int, int]]:
+    """Return for each sequence of this rank its place in an order, and the tokens that it surely
+    shares with the one before it.
+
+    The order is by group and sample. A group of which an episode has several traces is sorted by
+    tokens instead: what a trace shares, it may share with any earlier one.
+    """
+    scalars = rollouts.scalars
+    if not len(scalars):
         return []
-    order = _by_group(rollouts.scalars).tolist()
     ends = rollouts.cu_seqlens.tolist()
+    spans = [*pairwise(ends)]
     routes = RouterRoutes.of(rollouts.extra_columns)
-    found = surely_shared(
-        rollouts.tokens,
-        [(ends[at], ends[at + 1]) for at in order],
-        also=() if routes is None else (routes.rows,),
-    )
-    own = [0] * len(order)
-    for at, count in zip(order, found):
-        own[at] = count
-    return own
+    also = () if routes is None else (routes.rows,)
+    order = _by_group(scalars)
+    branched = torch.isin(scalars.group_ids, scalars.group_ids[scalars.traces > 0])
+    if branched.any():
+        places = torch.empty_like(order)
+        places[torch.tensor(by_prefix(rollouts.tokens, spans))] = torch.arange(len(order))
+        own = torch.where(branched, places, 0)[order]
+        order = order[_sorted_by(scalars.group_ids[order], own)]
+    in_order = order.tolist()
+    found = surely_shared(rollouts.tokens, [spans[at] for at in in_order], also=also)
+    shares = [(0, 0)] * len(in_order)
+    for place, (at, count) in enumerate(zip(in_order, found)):
+        shares[at] = (place, count)
+    return shares
 
 
 def _agree_on_columns(

@@ -40,6 +40,20 @@ class Partition:
     microbatch_ids: Tensor  # [S] int64, position within its update on its dp rank
     num_microbatches: tuple[int, ...]  # per update, the same on every dp rank
 
+    def for_order(self, order: Tensor) -> Partition:
+        """Return the plan with its sequences at other positions.
+
+        Args:
+            order: [S] int64, the position that each sequence of this plan gets.
+        """
+        back = torch.argsort(order)
+        return Partition(
+            self.update_ids[back],
+            self.dp_ids[back],
+            self.microbatch_ids[back],
+            self.num_microbatches,
+        )
+
     def rows(self, dp_id: int, *, update: int, microbatch: int) -> Tensor:
         """Return the sequences of one micro-batch: [s] int64, ascending; may be empty."""
         return torch.nonzero(
@@ -60,16 +74,14 @@ def partition(
     whole_groups: bool = False,
     added: Tensor | None = None,
     shared: Tensor | None = None,
-    traces: Tensor | None = None,
 ) -> Partition:
     """Assign sequences to updates, dp ranks and micro-batches.
 
     Whole groups go to updates in the order of their ids. Within an update, units (sequences, whole
-    groups, or episodes and pieces of groups where these share a prefix) go, longest first, to the
-    micro-batch with the least cost (length + length^2 / quadratic_tokens of each sequence) that has
-    room. The k-th micro-batches of all ranks run at the same time, so these have similar costs.
-    Sequences that cost more than whole micro-batches of others run at the same time too (see
-    _pack).
+    groups, or pieces of groups where these share a prefix) go, longest first, to the micro-batch
+    with the least cost (length + length^2 / quadratic_tokens of each sequence) that has room. The
+    k-th micro-batches of all ranks run at the same time, so these have similar costs. Sequences
+    that cost more than whole micro-batches of others run at the same time too (see _pack).
 
     Time: 8192 sequences over 64 ranks 0.02 s, 65536 over 512 0.4 s.
 
@@ -84,15 +96,12 @@ def partition(
             the budget; None for none.
         shared: [S] int64, tokens of a sequence that are computed with the one before it, of its
             group, if both are in one micro-batch; group_ids are then ascending. None: none.
-        traces: [S] int64, number of a sequence in its episode, whose sequences follow one another.
-            None: each sequence is an episode.
     Raises: Refusal when a sequence, or a group that must stay whole, is longer than the budget.
     """
     ids, index = torch.unique(group_ids, return_inverse=True)
     work = _Work(
         lengths,
         group_ids,
-        torch.arange(len(lengths)) if traces is None else (traces == 0).cumsum(0),
         torch.zeros_like(lengths) if shared is None else shared,
         torch.zeros_like(lengths) if added is None else added,
         quadratic_tokens,
@@ -142,7 +151,6 @@ class _Work:
 
     lengths: Tensor
     group_ids: Tensor
-    episode_ids: Tensor
     shared: Tensor
     added: Tensor
     quadratic_tokens: int
@@ -165,26 +173,23 @@ class _Work:
 
     def pieces(self, budget: int) -> Iterator[Tensor]:
         """Yield units of several sequences of a group, at most all of them, half of them and so on;
-        then of an episode, if some have several. None if nothing is shared."""
+        none if nothing is shared."""
         if not self.shared.any():
             return
         most = int(torch.bincount(self.group_ids - self.group_ids.min()).max())
         while most > 1:
-            yield self._pieces(self.group_ids, most, budget)
+            yield self._pieces(most, budget)
             most = -(-most // 2)
-        if not self.episode_ids.diff().all():
-            yield self._pieces(self.episode_ids, len(self.lengths), budget)
 
-    def _pieces(self, owners: Tensor, most: int, budget: int) -> Tensor:
-        """Return units of at most `most` neighbours of one owner that fit into the budget."""
+    def _pieces(self, most: int, budget: int) -> Tensor:
         unit = -1
         count = room = 0
         before = None
         units = []
-        columns = (owners, self.lengths, self.shared)
-        for owner, length, shared in zip(*(column.tolist() for column in columns)):
+        columns = (self.group_ids, self.lengths, self.shared)
+        for group, length, shared in zip(*(column.tolist() for column in columns)):
             size = room_of(length, shared)
-            if owner != before or count == most or size > room:
+            if group != before or count == most or size > room:
                 unit += 1
                 count = 0
                 room = budget
@@ -192,7 +197,7 @@ class _Work:
             units.append(unit)
             room -= size
             count += 1
-            before = owner
+            before = group
         return torch.tensor(units)
 
 

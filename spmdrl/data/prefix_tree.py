@@ -81,7 +81,7 @@ def prefix_tree(
     values = np.concatenate([_as_bytes(own) for own in (tokens, *also)], axis=1)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     own = [values[begin:end] for begin, end in zip(starts, starts[1:])]
-    order = sorted(range(len(own)), key=lambda i: own[i].tobytes())
+    order = _sorted(own)
     common = [_common(own[a], own[b]) for a, b in zip(order, order[1:])]
     if max(common) < least:
         return separate(lengths)
@@ -102,6 +102,21 @@ def surely_shared(
     own = [values[begin:end] for begin, end in spans]
     found = [surely_of(_common(a, b)) for a, b in zip(own, own[1:])]
     return [0, *found][: len(own)]
+
+
+def by_prefix(tokens: Tensor, spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the order of sequences in which each has no longer prefix in common with any other
+    than with a neighbour.
+
+    Args:
+        tokens: see `prefix_tree`. spans: [begin, end) of each sequence.
+    """
+    values = _as_bytes(tokens)
+    return _sorted([values[begin:end] for begin, end in spans])
+
+
+def _sorted(sequences: Sequence[_Bytes]) -> list[int]:
+    return sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
 
 
 def surely_of(common: Count) -> Count:

@@ -325,17 +325,6 @@ def test_a_group_that_shares_its_prompt_stays_together_if_ranks_are_still_equal(
     assert counts.max() == 3  # 1088 + 2 * (88 + 125) tokens, and no third
 
 
-def test_traces_that_share_what_they_read_stay_together():
-    lengths = torch.full((6,), 1088)
-    shared = torch.tensor([0, 1000, 0, 1000, 1000, 1000])
-    options = dict(group_ids=torch.zeros_like(lengths), dp_size=2, tokens_per_microbatch=8192)
-    plan = partition(lengths, shared=shared, traces=torch.tensor([0, 1, 0, 1, 2, 3]), **options)
-    assert plan.dp_ids.tolist() in ([0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0])
-    # Halves of the group would compute what the second episode reads twice.
-    halves = partition(lengths, shared=shared, **options)
-    assert len(halves.dp_ids[2:].unique()) == 2
-
-
 def test_nothing_shared_changes_no_plan():
     drawn = torch.Generator().manual_seed(0)
     lengths = torch.randint(20, 300, (60,), generator=drawn)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdrl.data.prefix_tree import LEAST, PrefixTree, prefix_tree, surely_shared
+from spmdrl.data.prefix_tree import LEAST, PrefixTree, by_prefix, prefix_tree, surely_shared
 
 PROMPT = list(range(100, 120))
 
@@ -80,6 +80,19 @@ def test_tokens_with_other_routes_are_not_the_same():
     assert prefix_tree(tokens, [21, 21], also=(routes,)).lengths == (21,)
     routes[21 + 18, 1, 2] = 5
     assert prefix_tree(tokens, [21, 21], also=(routes,)).lengths == (18, 3, 3)
+
+
+def test_what_begins_alike_is_put_together():
+    rows = [[*PROMPT, 1, 2], [9, 9], [*PROMPT, 1, 3], [9], [*PROMPT, 2], [*PROMPT, 1]]
+    ends = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
+    order = by_prefix(
+        torch.tensor([token for row in rows for token in row]), [*zip(ends, ends[1:])]
+    )
+    assert sorted(order) == list(range(6))
+    places = [order.index(row) for row in range(6)]
+    assert {places[1], places[3]} in ({0, 1}, {4, 5})
+    of_one = sorted(places[row] for row in (0, 2, 5))
+    assert of_one[2] - of_one[0] == 2
 
 
 def test_what_is_surely_shared_is_less_than_a_branch_below_what_is_common():

@@ -75,17 +75,18 @@ def traces_of(prompt: list[int], kind: str, seed: int) -> tuple[Trajectory, ...]
 
 
 def episodes(
-    kinds: Sequence[Sequence[str]], *, rewards: Sequence[float] = ()
+    kinds: Sequence[Sequence[str]], *, rewards: Sequence[float] = (), prompt_length: int = 20
 ) -> list[FinishedEpisode]:
     """Return finished episodes, those of each group with one prompt.
 
     Args:
         kinds: of each group, the kinds of its episodes.
         rewards: of the episodes, one after another; by default different ones.
+        prompt_length: tokens.
     """
     found = []
     for group, own in enumerate(kinds):
-        prompt = ids(20, 1000 + group)
+        prompt = ids(prompt_length, 1000 + group)
         for sample, kind in enumerate(own):
             number = len(found)
             value = rewards[number] if rewards else math.cos(3.0 * number + 1)

@@ -18,6 +18,7 @@ from spmdrl.columns import RouterRoutes
 from spmdrl.config import BatchSettings, Config
 from spmdrl.config.method import AlgorithmSettings
 from spmdrl.credit import advantages_of, per_token, sequence_advantages
+from spmdrl.data.prefix_tree import prefix_tree
 from spmdrl.exchange import exchange_rollouts
 from spmdrl.model.tensor_parts import like
 from spmdrl.rollout.episode import FinishedEpisode, Trajectory
@@ -200,9 +201,10 @@ def assert_as_by_hand(
 # --------------------------------------------------------------------------- by the trainer
 
 
-def exchanged(world: Any, samples: Sequence[FinishedEpisode]) -> Batch:
-    """Return the batch of episodes, of which each rank has some; with made-up columns."""
-    own = [s for at, s in enumerate(samples) if at % world.world_size == world.rank]
+def exchanged(world: Any, samples: Sequence[FinishedEpisode], *, holders: int = 2) -> Batch:
+    """Return the batch of episodes, of which each of the first ranks has some; with made-up
+    columns."""
+    own = [s for at, s in enumerate(samples) if at % holders == world.rank]
     rollouts = pack(own, sums={}, num_shown=0) if own else empty_rollouts()
     batch = exchange_rollouts(rollouts, world, step=0)
     columns = tuple(
@@ -286,8 +288,18 @@ def _apart(
     return found
 
 
+def _planned(base: Any, cfg: Config) -> list[int]:
+    """Return the computed tokens of each micro-batch of a group with a long prompt."""
+    world = world_under(base, changed(cfg, batch={"tokens_per_microbatch": 1024}))
+    samples = episodes([["compacted"] * 6], prompt_length=200)
+    microbatches = exchanged(world, samples, holders=1).microbatches
+    sizes = [(one.tokens, one.cu_seqlens.diff().tolist()) for one in microbatches]
+    return [len(prefix_tree(tokens, lengths).sources) for tokens, lengths in sizes]
+
+
 def _all(base: Any, cases: tuple, *apart: tuple) -> dict[tuple[str, ...], Any]:
     found = _losses(base, *cases)
+    found["planned",] = _planned(base, cases[0]["alone, shared"])
     for own in apart:
         found |= _apart(base, *own)
     return found
@@ -427,3 +439,11 @@ def test_a_push_on_an_episode_is_that_on_all_tokens_of_its_traces(ran):
         each = torch.tensor(tokens, dtype=torch.float64).split(counts)
         torch.testing.assert_close(found.pushes, torch.stack([own.sum() for own in each]))
         assert found.pushes.all()
+
+
+def test_what_traces_share_with_any_other_of_their_group_is_computed_once(ran):
+    _, ranks = ran
+    (computed,) = ranks[0]["planned",]
+    # A prompt of 200 tokens, and of each of six episodes: the rest of its first trace, what its
+    # second one has of its own, and the third.
+    assert computed == 200 + 6 * ((4 + 18 + 6) + (2 + 3) + (2 + 9 + 2))
