@@ -71,5 +71,6 @@ class StopStrings:
 
 
 def make_stop_strings(cfg: Config) -> StopStrings:
-    """Return the stop strings of a config."""
-    return StopStrings(load_tokenizer(cfg) if cfg.sampling.stop else None)
+    """Return the stop strings of a config. Requests of agents may have strings of their own."""
+    are_sought = cfg.sampling.stop or cfg.rollout.has_agent
+    return StopStrings(load_tokenizer(cfg) if are_sought else None)

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from spmdrl.check.settings import validate
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.engine.protocol import Request, Truncation
-from spmdrl.engine.stop_strings import StopStrings
-from tests.helpers.built import good, made, small_model
+from spmdrl.engine.stop_strings import StopStrings, make_stop_strings
+from tests.helpers.built import changed, good, made, small_model
 from tests.helpers.drawn import finished
 from tests.helpers.worlds import in_world, make_engine
 
@@ -127,3 +127,13 @@ def test_strings_that_cannot_end_a_response_are_refused():
     for bad in ("", "a" * 257, "a\ufffd"):
         (found,) = validate(good(sampling=dict(stop=("ok", bad)), layout=layout))
         assert found.startswith("sampling.stop: ")
+
+
+def test_strings_of_agents_are_sought_where_the_run_has_none(tmp_path):
+    cfg = made(model=dict(path=str(small_model(tmp_path))))
+    assert not make_stop_strings(cfg).are_sought
+    found = make_stop_strings(changed(cfg, rollout=dict(agent="a.py:solve")))
+    tokenizer = load_tokenizer(cfg)
+    tokens = tokenizer("1+2", add_special_tokens=False)["input_ids"]
+    found.add(Request("k", (7,), 99, 1.0, 0, (), stop=("+",)))
+    assert found.end("k", tokens) == len(tokens) - 1
