@@ -46,8 +46,9 @@ class OpenEnvironment:
             of a field, or by default all of it as JSON.
         reset: arguments of the server's `reset` besides the seed; the row's `reset` adds to them.
         max_turns: responses per episode.
-        sessions: connections that a worker keeps. Times rewards.workers and engine replicas it
-            should be at most the server's `max_concurrent_envs`.
+        sessions: connections that a worker keeps. The server's `max_concurrent_envs` should be at
+            least three times sessions * rewards.workers * engine replicas: other workers stand in
+            for those that are slow.
         timeout_s: deadline of a message. It must be below rewards.timeout_s.
     """
 
@@ -112,11 +113,7 @@ class OpenEnvironment:
         is_done = bool(result["done"]) or is_last
         text = self._text(result["observation"])
         reward = float(result["reward"] or 0.0)
-        turn = self._turn(text, is_done=is_done, info={"bad_actions": 0.0}, reward=reward)
-        if is_done:
-            for connection in _take(self._key()):
-                connection.close()
-        return turn
+        return self._turn(text, is_done=is_done, info={"bad_actions": 0.0}, reward=reward)
 
     def _action_of(self, text: str) -> dict[str, Any]:
         if self._action != _JSON:
@@ -138,6 +135,8 @@ class OpenEnvironment:
         self, text: str, *, is_done: bool, info: dict[str, float], reward: float = 0.0
     ) -> Turn:
         if is_done:
+            for connection in _take(self._key()):
+                connection.close()
             return Turn(is_done=True, reward=reward, info=info | {"turns": float(self.turns)})
         return Turn(messages=[{"role": "user", "content": text}], reward=reward, info=info)
 
@@ -187,8 +186,8 @@ class OpenEnvironment:
             connection.close()
             raise RuntimeError(
                 f"{self._address}: its environment shows {result!r:.200} after the same seed and "
-                f"actions that led to {self.seen:.200}; an environment that does not repeat needs "
-                "rewards.workers: 1 and as many sessions as episodes are under way"
+                f"actions that led to {self.seen:.200}; an episode may change its session, so its "
+                "environment must draw all that is random from the seed"
             )
         return connection
 
@@ -244,7 +243,10 @@ def _exchange(connection: Any, message: dict[str, Any], *, timeout_s: float) -> 
         code = data.get("code") if reply.get("type") == "error" else ""
         if code and code not in _OF_ACTIONS:
             kind = _Full if code == "CAPACITY_REACHED" else RuntimeError
-            raise kind(f"the server refuses the session: {data.get('message')}")
+            raise kind(
+                f"the server refuses the session: {data.get('message')} (see `sessions` in "
+                "docs/outside_environments.md)"
+            )
         failed.pop_all()
     if code:
         return {"error": str(data.get("message"))}

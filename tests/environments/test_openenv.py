@@ -100,9 +100,12 @@ def test_episodes_are_played_on_the_server():
         assert turns[3].is_done and turns[3].reward == pytest.approx(0.4)
         assert turns[3].info == {"bad_actions": 0, "turns": 4}
         assert len(game.resets) == 2  # one connection for each of two episodes
+        kept = set(openenv._CONNECTIONS)
         server = served("openenv", address=address, max_turns=1)
         (turn,) = play(server, ROW, ['{"by": 1}'])
         assert turn.is_done and turn.reward == pytest.approx(0.1)
+        assert play(server, ROW, ["up"])[0].is_done
+        assert openenv._CONNECTIONS.keys() <= kept  # ended episodes keep none
 
 
 @pytest.mark.parametrize("sessions", [1, 4])

@@ -58,5 +58,5 @@ class Digits(Environment):
 
 
 if __name__ == "__main__":
-    app = create_fastapi_app(Digits, Answer, Seen, max_concurrent_envs=64)
+    app = create_fastapi_app(Digits, Answer, Seen, max_concurrent_envs=1024)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

@@ -71,7 +71,7 @@ def openenv() -> Iterator[dict[str, Any]]:
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.1)
         address = f"http://127.0.0.1:{port}"
-        options = {"name": "openenv", "address": address, "sessions": 32}
+        options = {"name": "openenv", "address": address, "sessions": 256}
         yield options | {"action": "int", "field": "digit", "show": "text"}
     finally:
         process.kill()
