@@ -56,5 +56,7 @@ with (
 # A closing engine of vLLM unfreezes all objects and collects garbage, which takes 1 s. Ranks
 # collect only their own.
 gc.freeze()
+real_freeze = gc.freeze
+real_unfreeze = gc.unfreeze
 gc.freeze = gc.unfreeze = lambda: None
 gc.enable()

@@ -379,6 +379,12 @@ def test_a_crash_of_native_code_says_where_python_stood(tmp_path):
 
 
 def _frozen() -> list[int]:
+    from tests.helpers import preloaded
+
+    gc.freeze = preloaded.real_freeze
+    gc.unfreeze = preloaded.real_unfreeze
+    # The fork server has frozen what it imported.
+    gc.unfreeze()
     before = gc.get_freeze_count()
     with started(made(layout=dict(world_size=1, trainer_ranks=1, device="cpu"))) as world:
         world.started()
