@@ -202,7 +202,8 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
         for source in cfg.data.sources(split)
         if not (cfg.functions_of(source) or source.is_generated or cfg.environment_of(source))
     ]
-    if ungraded:
+    # An agent may return the reward itself; one that does not fails its sample by name.
+    if ungraded and not cfg.rollout.has_agent:
         yield (
             f"rewards.functions: is empty and {ungraded[0]} is not a generated task with a grader "
             "of its own; name at least one reward function"

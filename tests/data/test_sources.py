@@ -135,6 +135,12 @@ def test_sources_that_cannot_be_used_are_refused_by_name(data, said):
     assert any(said in problem for problem in problems), problems
 
 
+def test_an_agent_may_return_the_rewards_of_rows_without_a_function():
+    tree = {"model": {"path": "m"}, "data": {"train": "a.jsonl"}}
+    assert any("rewards.functions: is empty" in own for own in validate(config.from_tree(tree)))
+    assert not validate(config.from_tree(tree | {"rollout": {"agent": "a.py:solve"}}))
+
+
 def test_a_grader_for_sources_with_different_options_is_refused():
     sources = [{"path": "task:addition", "task_options": {"digits": n}} for n in (1, 2)]
     cfg = config.from_tree({"model": {"path": "m"}, "data": {"train": sources, "size": 9}})
