@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))
+_SHOWN_CHARS = 1000
 _LIBRARIES = tuple(
     {_PACKAGE, *(os.path.realpath(sysconfig.get_paths()[n]) for n in ("stdlib", "platstdlib"))}
 )
@@ -105,7 +106,12 @@ def error_text(error: BaseException) -> str:
             place = raised
         elif not place.startswith(f"{raised},"):
             place += f"; raised at {raised}"
-    return f"{type(error).__name__}: {message_of(error)}" + (f" ({place})" if place else "")
+    message = message_of(error)
+    if len(message) > _SHOWN_CHARS:  # the place stays in sight
+        message = f"{message[:_SHOWN_CHARS]} ..."
+    if isinstance(error, BaseExceptionGroup):
+        message += f", the first of them {error_text(error.exceptions[0])}"
+    return f"{type(error).__name__}: {message}" + (f" ({place})" if place else "")
 
 
 def message_of(error: BaseException) -> str:
