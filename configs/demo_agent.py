@@ -2,10 +2,10 @@
 
 It is an ordinary program against OpenAI's client. Each round is a conversation of two answers:
 
-    user       12+34+56
-    assistant  calls add("12+34")
-    tool       46
-    assistant  46+56                what is left: a summary of the conversation
+    user       5+3+9
+    assistant  calls add("5+3")
+    tool       8
+    assistant  8+9                  what is left: a summary of the conversation
 
 The next round begins a new conversation that holds that summary alone, until no sum is left.
 """
@@ -31,7 +31,7 @@ MOST_ROUNDS = 3
 
 
 async def solve(row: dict, client: Any) -> dict[str, float]:
-    """Solve `12+34+56=`; the reward is 1 for the right number."""
+    """Solve `5+3+9=`; the reward is 1 for the right number."""
     task = row["prompt"].rstrip("=")
     calls = 0
     for _ in range(MOST_ROUNDS):
