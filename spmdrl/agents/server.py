@@ -61,6 +61,7 @@ BODY_BYTES = 10 * 2**20
 TOO_MANY = "too_many_requests"
 _PDEATHSIG = 1
 _CACHED_CHATS = 64
+_BODIES_AT_ONCE = 4
 
 
 def main(fd: int) -> None:
@@ -100,6 +101,8 @@ class LiveEpisode:
     """Samples that they asked for; a request that is refused counts as one."""
     fault: str = ""
     """Why its sample fails; empty as long as it does not."""
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_BODIES_AT_ONCE))
+    """Bounds the memory of requests whose bodies have not arrived in whole."""
     waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
     """{number of a request: its answer}."""
 
@@ -275,10 +278,11 @@ class GatewayServer:
     async def _begin(self, http: web.Request) -> tuple[LiveEpisode, int, dict[str, Any]]:
         """Return the episode of a request, its number and its body."""
         episode = self._episode_of(http)
-        data = await http.read()
         number = episode.num_requests
         episode.num_requests += 1
         self._count(episode, 1)
+        async with episode.reading:
+            data = await http.read()
         return episode, number, read_body(data)
 
     def _episode_of(self, http: web.Request) -> LiveEpisode:
@@ -354,6 +358,11 @@ class GatewayServer:
 
     def _chat_of(self, tools: list[dict]) -> Chat:
         """Return the Chat of a request's tools. Raises: Refusal as Chat."""
+        if not self._tokenizer.chat_template:
+            raise Refusal(
+                "the model's tokenizer has no chat template, without which the endpoint serves "
+                "/v1/completions alone; use a model folder with a template"
+            )
         key = json.dumps(tools)
         chat = self._chats.get(key)
         if chat is None:
@@ -441,6 +450,10 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
         return await handler(request)
     except BadRequest as error:
         refused = error
+    except web.HTTPRequestEntityTooLarge as error:
+        refused = BadRequest(
+            f"a request may have at most {BODY_BYTES // 2**20} MiB", status=error.status
+        )
     except web.HTTPException as error:
         refused = BadRequest(
             f"{request.method} {request.path}: {error.reason}", status=error.status

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -27,11 +28,12 @@ FUNCTION_FIELD = "rollout.agent"
 COMMAND_FIELD = "rollout.agent_command"
 _HOST = "127.0.0.1"
 _RESULT_BYTES = 2**20
-_SHOWN_BYTES = 2**16
-"""Output of a command that goes to the log."""
 _TAIL_CHARS = 500
 _READ_BYTES = 2**16
 _FAULT_TIMEOUT_S = 30.0
+_MOST_NUMBERS = 100
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
+_NAME_CHARS = 80
 
 
 def check_agent(function: str, command: Sequence[str]) -> None:
@@ -212,7 +214,7 @@ def _run_command(command: Sequence[str], row: dict, folder: Path) -> Any:
     )
     assert process.stdout
     tail = bytearray()
-    reader = threading.Thread(target=_show, args=(process.stdout.fileno(), tail), daemon=True)
+    reader = threading.Thread(target=_pass_on, args=(process.stdout.fileno(), tail), daemon=True)
     reader.start()
     status = process.wait()
     reader.join(1.0)  # a process that it left behind may hold the pipe open
@@ -226,16 +228,16 @@ def _run_command(command: Sequence[str], row: dict, folder: Path) -> Any:
         raise BadValue(f"SPMDRL_RESULT has more than {_RESULT_BYTES} bytes")
     try:
         return json.loads(result_file.read_bytes())
+    except OSError as error:
+        raise BadValue(f"SPMDRL_RESULT cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise BadValue(f"SPMDRL_RESULT is not valid JSON: {error}") from None
 
 
-def _show(source: int, tail: bytearray) -> None:
-    """Copy the beginning of a command's output to the log, and keep its end."""
-    left = _SHOWN_BYTES
+def _pass_on(source: int, tail: bytearray) -> None:
+    """Write a command's output to that of this process, and keep its end."""
     while data := os.read(source, _READ_BYTES):
-        os.write(2, data[:left])
-        left -= min(left, len(data))
+        os.write(2, data)
         tail += data
         del tail[: -4 * _TAIL_CHARS]
 
@@ -247,8 +249,20 @@ def _outcome(value: Any) -> tuple[float | None, dict[str, float]]:
     if not isinstance(value, dict):
         return finite(value, what="the agent returned no reward: "), {}
     numbers = {
-        str(name): finite(own, what=f"the agent returned {name!r:.80}: ")
+        _checked_name(name): finite(own, what=f"the agent returned {name!r:.80}: ")
         for name, own in value.items()
         if own is not None
     }
+    if len(numbers) > _MOST_NUMBERS:
+        raise BadValue(f"the agent returned {len(numbers)} numbers; at most {_MOST_NUMBERS}")
     return numbers.pop("reward", None), numbers
+
+
+def _checked_name(name: object) -> str:
+    """Return the name of a number that an agent returned. Raises: BadValue."""
+    if not isinstance(name, str) or len(name) > _NAME_CHARS or not _NAME.fullmatch(name):
+        raise BadValue(
+            f"the agent returned a number named {name!r:.80}; a name has at most {_NAME_CHARS} "
+            "letters, digits, `_`, `-` and `.`, with `/` between its parts"
+        )
+    return name

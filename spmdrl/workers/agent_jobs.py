@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdrl.agents.solve import Agent, episode_fault
+from spmdrl.agents.solve import Agent, CommandFailed, episode_fault
 from spmdrl.rewards.samples import BadValue, finite
 from spmdrl.workers.messages import AgentSetup, Done, Solve, SolveResult, no_result, take_messages
 from spmdrl.workers.reports import Began, Report
@@ -36,6 +36,9 @@ from spmdrl.workers.subreaper import become_worker
 
 _LIMIT = "rollout.agent_timeout_s"
 _READ_BYTES = 2**18
+_READS_AT_ONCE = 8
+_SHOWN_BYTES = 2**16
+"""Output of an episode that goes to the log."""
 _MOST_RESULT_BYTES = 2**20
 _SHORT_MS = 20
 _IDLE_MS = 1000
@@ -55,12 +58,18 @@ class RunningEpisode:
     life: socket.socket
     """Shut down to end the episode."""
     result_fd: int
+    """-1 when nobody can write to it any more; otherwise a poll would return at once."""
+    output_fd: int
+    """What it and the processes that it started print; -1 as above."""
+    work: Solve
     folder: str
     began: float
     """time.monotonic()."""
     result: bytearray = field(default_factory=bytearray)
     killed_at: float | None = None
     """When its deadline was over, time.monotonic()."""
+    num_shown: int = 0
+    """Bytes of its output that went to the log."""
 
 
 class AgentServer:
@@ -120,7 +129,7 @@ class AgentServer:
         poll_ms = _IDLE_MS
         now = time.monotonic()
         for episode in self._running:
-            for fd in (episode.result_fd, episode.end_fd):
+            for fd in (episode.result_fd, episode.output_fd, episode.end_fd):
                 if fd >= 0:
                     poller.register(fd, select.POLLIN)
             left_s = episode.began + self._setup.timeout_s - now
@@ -134,6 +143,7 @@ class AgentServer:
     def _start(self, id: int, work: Solve, source: int) -> RunningEpisode:
         life, theirs = socket.socketpair()
         result_fd, write_fd = os.pipe()
+        output_fd, print_fd = os.pipe()
         folder = tempfile.mkdtemp(prefix="spmdrl-agent-")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -144,15 +154,22 @@ class AgentServer:
                 _close(other)
             life.close()
             os.close(result_fd)
+            os.close(output_fd)
+            os.dup2(print_fd, 1)
+            os.dup2(print_fd, 2)
+            os.close(print_fd)
             self._be_agent(id, work, theirs, write_fd, folder)
         theirs.close()
         os.close(write_fd)
+        os.close(print_fd)
         os.set_blocking(result_fd, False)
+        os.set_blocking(output_fd, False)
         life.setblocking(False)
         end_fd = -1
         with contextlib.suppress(OSError):  # an old kernel, or one that forbids it
             end_fd = os.pidfd_open(pid)
-        return RunningEpisode(id, pid, end_fd, life, result_fd, folder, time.monotonic())
+        began = time.monotonic()
+        return RunningEpisode(id, pid, end_fd, life, result_fd, output_fd, work, folder, began)
 
     def _be_agent(
         self, id: int, work: Solve, life: socket.socket, write_fd: int, folder: str
@@ -167,13 +184,17 @@ class AgentServer:
             metrics: dict[str, float] = {}
             called = self._agent.called
             with job.blame_user_code(returned=f"{called}: ", raised=f"{called}: "):
-                value, metrics = self._agent.run(
-                    work.row,
-                    seed=work.seed,
-                    base_url=work.base_url,
-                    api_key=work.api_key,
-                    folder=folder,
-                )
+                try:
+                    value, metrics = self._agent.run(
+                        work.row,
+                        seed=work.seed,
+                        base_url=work.base_url,
+                        api_key=work.api_key,
+                        folder=folder,
+                    )
+                except CommandFailed as error:  # no line of this process is to blame
+                    job.failure = "error"
+                    job.message = f"{called}: {error}"
             self._add_fault(job, work)
             if job.failure is None and value is None and work.needs_reward:
                 job.failure = "bad_value"
@@ -206,6 +227,7 @@ class AgentServer:
         One whose deadline is over, or that writes too much, is killed.
         """
         self._read(episode)
+        self._show(episode)
         pid, status = os.waitpid(episode.pid, os.WNOHANG)
         now = time.monotonic()
         if not pid:
@@ -219,6 +241,7 @@ class AgentServer:
                     os.kill(episode.pid, signal.SIGKILL)  # the subreaper itself hangs
             return None
         self._read(episode)
+        self._show(episode)
         used = b""
         with contextlib.suppress(OSError):
             used = episode.life.recv(100)
@@ -228,11 +251,27 @@ class AgentServer:
 
     def _read(self, episode: RunningEpisode) -> None:
         with contextlib.suppress(BlockingIOError):
-            while len(episode.result) <= _MOST_RESULT_BYTES:
+            while episode.result_fd >= 0 and len(episode.result) <= _MOST_RESULT_BYTES:
                 data = os.read(episode.result_fd, _READ_BYTES)
                 if not data:
-                    return
+                    os.close(episode.result_fd)
+                    episode.result_fd = -1
                 episode.result += data
+
+    def _show(self, episode: RunningEpisode) -> None:
+        """Write the beginning of an episode's output to the log, and drop the rest."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_READS_AT_ONCE):  # an agent that only prints must not hold up others
+                if episode.output_fd < 0:
+                    return
+                data = os.read(episode.output_fd, _READ_BYTES)
+                if not data:
+                    os.close(episode.output_fd)
+                    episode.output_fd = -1
+                shown = data[: _SHOWN_BYTES - episode.num_shown]
+                if shown:
+                    os.write(2, shown)
+                episode.num_shown += len(shown)
 
     def _report(self, episode: RunningEpisode, now: float, *, code: int, used: bytes) -> Done:
         job = RunningJob(id=episode.id, began=episode.began)
@@ -249,6 +288,9 @@ class AgentServer:
         elif now - episode.began > self._setup.timeout_s:
             job.failure = "timeout"
             job.message = no_result(self._setup.timeout_s, called=called, limit=_LIMIT)
+            # It may have gone on after the gateway refused to answer it.
+            self._add_fault(job, episode.work)
+            job.failure = "timeout"
         else:
             try:
                 job.failure, job.message, value, metrics = _checked(episode.result)
@@ -278,6 +320,6 @@ def _checked(data: bytearray) -> tuple[Any, str, float | None, dict[str, float]]
 
 def _close(episode: RunningEpisode) -> None:
     episode.life.close()
-    for fd in (episode.result_fd, episode.end_fd):
+    for fd in (episode.result_fd, episode.output_fd, episode.end_fd):
         if fd >= 0:
             os.close(fd)

@@ -290,7 +290,8 @@ def test_a_message_of_10_mb_is_refused_before_it_becomes_tokens(leader, episode)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     larger = {"messages": [{"role": "user", "content": "x" * (11 * 2**20)}]}
-    assert post(leader, own, larger).status_code == 413
+    answer = post(leader, own, larger)
+    assert answer.status_code == 413 and "at most 10 MiB" in answer.text
     many = {"messages": [QUESTION[0]] * 10**5}
     assert post(leader, own, many).json()["error"]["code"] == "context_length_exceeded"
     assert is_served(leader, episode)

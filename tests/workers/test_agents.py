@@ -41,6 +41,9 @@ def from_the_environment(row, client):
 async def nothing(row, client):
     await text(client)
 
+async def fail():
+    raise KeyError("lost in a group")
+
 async def seeded(row, client, seed):
     return {"reward": seed, "drawn": random.random()}
 
@@ -71,7 +74,19 @@ async def hostile(row, client):
         for at in range(0, len(held), 4096):
             held[at] = 1
     if do == "print":
-        print("x" * 2**20)
+        print("x" * 2**24)
+    if do == "close":
+        os.closerange(0, 1000)
+    if do == "name":
+        return {"reward": 1.0, "../reward/mean": 3}
+    if do == "long":
+        raise ValueError("y" * 5000)
+    if do == "group":
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+    if do == "insist":
+        while True:
+            await asyncio.gather(*[text(client) for _ in range(9)], return_exceptions=True)
     if do == "flood":
         asks = [text(client) for _ in range(100)]
         found = await asyncio.gather(*asks, return_exceptions=True)
@@ -165,11 +180,16 @@ FAULTS = {
     "hang": ("timeout", "no result of hostile", "within rollout.agent_timeout_s = 8 s"),
     "child": (None,),
     "print": (None,),
+    "close": ("error", "without a result"),
+    "name": ("bad_value", "a number named '../reward/mean'"),
+    "long": ("error", "ValueError: yyy", "agents.py:"),
+    "group": ("error", "ExceptionGroup", "the first of them KeyError: 'lost in a group'"),
+    "insist": ("timeout", "more than rollout.agent_max_requests = 8 answers"),
     "": (None,),
 }
 
 
-def test_an_agent_that_fails_costs_its_own_sample_alone(tmp_path):
+def test_an_agent_that_fails_costs_its_own_sample_alone(tmp_path, capfd):
     limits = dict(agent_timeout_s=8.0, agent_max_requests=8, agents_at_once=len(FAULTS))
     rewards = dict(worker_memory_gib=1.0)
     with running(tmp_path, "hostile", **limits, rewards=rewards) as (pool, leader):
@@ -184,6 +204,7 @@ def test_an_agent_that_fails_costs_its_own_sample_alone(tmp_path):
         assert worker.num_done == len(FAULTS)  # and it is the same process
         assert solved(pool, leader, {"do": ""})[0].value == 1.0
         assert not _left_below(worker.process.pid)
+    assert 0 < capfd.readouterr().err.count("x" * 100) <= 2**16 / 100
 
 
 def _left_below(pid):
@@ -246,8 +267,8 @@ def test_a_command_is_an_agent_too(tmp_path):
         found = solved(pool, leader, *rows)
         assert (found[0].failure, found[0].value, found[0].metrics) == (None, 1.0, {"asked": 1.0})
         assert found[1].failure == "error"
-        assert "program.py: CommandFailed: it ended with exit code 7" in found[1].message
-        assert "no luck" in found[1].message
+        assert "program.py: it ended with exit code 7" in found[1].message
+        assert "no luck" in found[1].message and "solve.py" not in found[1].message
         assert found[2].failure == "bad_value" and "not valid JSON" in found[2].message
 
 
