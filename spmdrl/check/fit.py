@@ -42,8 +42,6 @@ from spmdrl.model.scorer import head_form
 from spmdrl.model.transformers_internals import check_liger, rewritten_on_loading
 from spmdrl.model.vision.families import has_vision_tower, vision_parameters
 from spmdrl.rewards.signatures import reward_models
-from spmdrl.train.companions.teacher_checks import check_teachers
-from spmdrl.train.objectives.objective_loss import follows_teacher
 from spmdrl.world.axes import axes_of
 from spmdrl.world.machine.gpus import check_driver
 from spmdrl.world.world import is_on_cpu
@@ -330,6 +328,10 @@ def _teacher_problems(cfg: Config) -> list[str]:
     says why."""
     if not cfg.teachers or any(map(is_missing_folder, cfg.teacher_paths.values())):
         return []
+    # A rank that does not train, in a run without teachers, loads nothing of training.
+    from spmdrl.train.companions.teacher_checks import check_teachers
+    from spmdrl.train.objectives.objective_loss import follows_teacher
+
     follows, _ = attempt(lambda: follows_teacher(cfg))
     if not follows:
         return []

@@ -32,7 +32,7 @@ def _tokens_between(trainer: object) -> set[int]:
 def _on_ranks(base: Any) -> dict:
     """Train with and without, and alone; return the gaps and the tokens between layers."""
     cfg = grid.replace(base.cfg, layout=grid.layout_of("shard2 tp2"))
-    reference = [grid._train(grid.replace(cfg, layout=grid.ALONE), base, prompt=0)]
+    reference = [grid._train(grid.replace(cfg, layout=grid.ALONE), base)]
     torch.distributed.broadcast_object_list(reference, src=0, group=base.control)
     found, why_not = {}, sequence_parallel.why_not
     for name, reason in (("sharded", why_not), ("whole", lambda *_: "asked for by the test")):
@@ -40,7 +40,7 @@ def _on_ranks(base: Any) -> dict:
         world = grid.world_under(base, cfg)
         found[name] = (
             _tokens_between(make_trainer(cfg, world)),
-            grid._gaps(grid._train(cfg, base, prompt=0), reference[0]),
+            grid._gaps(grid._train(cfg, base), reference[0]),
         )
     sequence_parallel.why_not = why_not
     return found

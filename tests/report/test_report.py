@@ -88,6 +88,7 @@ def test_every_entry_of_the_glossary_is_filled_and_prefixed():
         "reward",
         "source",
         "environment",
+        "agent",
         "data",
         "eval",
         "sync",
