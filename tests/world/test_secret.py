@@ -326,3 +326,15 @@ def test_a_store_that_never_comes_is_named() -> None:
     assert f"rank 1 on {socket.gethostname()} waited 1 s in 'meet'" in str(missing.value)
     assert "rank 0 is missing" in str(missing.value)
     assert torch.distributed.is_available() and issubclass(Unauthentic, RuntimeError)
+
+
+def test_two_jobs_at_one_port_share_no_memory_of_engines(monkeypatch):
+    from spmdrl.engine.vllm.internals import shared_memory_name
+
+    monkeypatch.setattr(secret, "_key", b"")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    names = []
+    for words, attempt in (("one", 0), ("another", 0), ("one", 1), ("one", 0)):
+        secret.adopt(words, attempt=attempt)
+        names.append(shared_memory_name())
+    assert len(set(names)) == 3 and names[0] == names[3]

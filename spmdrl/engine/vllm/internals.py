@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.sandbox.removal import own_folder
+from spmdrl.world.secret import mark
 from spmdrl.world.torch_internals import count_compile_threads
 from spmdrl.world.world import World
 
@@ -64,6 +65,15 @@ _NO_COMMUNICATORS = {
 # --------------------------------------------------------------------------- process and groups
 
 
+def shared_memory_name() -> str:
+    """Return the prefix of the shared memory of this job's engines, the same on all ranks.
+
+    A job that was killed leaves its shared memory on the machine, and vLLM fails if one of the same
+    name is there. The port alone may come again.
+    """
+    return f"spmdrl-{os.environ['MASTER_PORT']}-{mark('vLLM shared memory', b'').hex()[:16]}"
+
+
 def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
     """Set the environment variables that vLLM reads, and import it.
 
@@ -79,7 +89,7 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
     # vLLM would have Triton print each kernel that it tunes, also those of the trainer.
     os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
     if on_cpu:
-        os.environ["VLLM_DIST_IDENT"] = f"spmdrl-{os.environ['MASTER_PORT']}"
+        os.environ["VLLM_DIST_IDENT"] = shared_memory_name()
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # vLLM drafts tokens by numba, which sets the number of OpenMP threads, torch's too, to its
         # own: one per core.
