@@ -4,6 +4,7 @@ Serves vLLM 0.24 to 0.33; lines with versions in brackets serve only these. Each
 here, vLLM's own, and when it can be removed.
 
 prepare_process     environment variables VLLM_*            never: its settings
+shared_memory_name  VLLM_DIST_IDENT (CPU alone)             once vLLM names it by the job
 create_groups, destroy_groups  distributed.parallel_state   once groups can be handed to it
 make_llm            EngineArgs, v1 LLMEngine, UniProcExecutor   once a documented engine runs in
                     this process, at a given rank, and asks only its own group for memory
