@@ -5,10 +5,9 @@ These rules ignore a method that does not exist: check/methods.py reports its na
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
-from spmdrl.check.rules.rule import Rule, RuleKind
+from spmdrl.check.rules.rule import Rule, of_agents
 from spmdrl.check.rules.weights import unused
 from spmdrl.config.fields import Config, replay_folder
 from spmdrl.config.tree import settings
@@ -488,35 +487,22 @@ _TEACHERS = [
 ]
 
 
-def _of_agents(
-    field: str, when: Callable[[Config], object], reason: str, remedy: str, kind: RuleKind
-) -> Rule:
-    """Return the rule against a setting where episodes may have several traces."""
-    return Rule(
-        (field, "rollout.agent"),
-        lambda cfg: cfg.objective.samples and cfg.rollout.has_agent and when(cfg),
-        reason,
-        remedy,
-        kind,
-    )
-
-
 _AGENTS = [
-    _of_agents(
+    of_agents(
         "rollout.environment",
         lambda cfg: cfg.environment_fields(),
         "an agent and an environment would both make the conversation",
         "leave one out",
         "principle",
     ),
-    _of_agents(
+    of_agents(
         "rollout.agent_command",
         lambda cfg: cfg.rollout.agent and cfg.rollout.agent_command,
         "both would play the same episodes",
         "leave one out",
         "principle",
     ),
-    _of_agents(
+    of_agents(
         "algorithm.advantage",
         _is_per_token,
         "it gives each token a number, and no method says how a reward is divided over the traces "
@@ -524,21 +510,21 @@ _AGENTS = [
         "take one with a number per episode, such as grpo or rloo",
         "not built",
     ),
-    _of_agents(
+    of_agents(
         "algorithm.objective",
         lambda cfg: cfg.objective.trains_on_pairs,
         "it compares two sequences, and an episode may have several",
         "take rl or on_policy_distill",
         "not built",
     ),
-    _of_agents(
+    of_agents(
         "rewards.functions",
         lambda cfg: reward_models(cfg.rewards.functions),
         "a reward model scores one sequence, and an episode may have several traces",
         "take functions",
         "not built",
     ),
-    _of_agents(
+    of_agents(
         "rewards.shaping.overlong_tokens",
         lambda cfg: cfg.rewards.shaping.overlong_tokens,
         "the length limit is of one trace, and the reward of an episode that may have several",

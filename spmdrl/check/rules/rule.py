@@ -38,6 +38,19 @@ class Rule:
         return f"{text}; {self.reason}; {remedy}"
 
 
+def of_agents(
+    field: str, when: Callable[[Config], object], reason: str, remedy: str, kind: RuleKind
+) -> Rule:
+    """Return the rule against a setting where episodes may have several traces."""
+    return Rule(
+        (field, "rollout.agent"),
+        lambda cfg: cfg.objective.samples and cfg.rollout.has_agent and when(cfg),
+        reason,
+        remedy,
+        kind,
+    )
+
+
 def _text(value: Any) -> str:
     """Return a value as YAML; empty for no value."""
     if dataclasses.is_dataclass(value):

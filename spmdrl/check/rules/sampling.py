@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from spmdrl.check.rules.rule import Rule, RuleKind
+from spmdrl.check.rules.rule import Rule, RuleKind, of_agents
 from spmdrl.check.rules.weights import unused
 from spmdrl.config.fields import Config, replay_folder
 from spmdrl.rewards.signatures import reward_models
@@ -89,9 +89,9 @@ def _penalty_per_turn(name: str) -> Rule:
 
 
 def _penalty_per_request(name: str) -> Rule:
-    return Rule(
-        (f"sampling.{name}", "rollout.agent"),
-        lambda cfg: cfg.objective.samples and cfg.rollout.has_agent and getattr(cfg.sampling, name),
+    return of_agents(
+        f"sampling.{name}",
+        lambda cfg: getattr(cfg.sampling, name),
         "each request of an agent counts its own tokens, and a trace has those of several",
         "take repetition_penalty, which counts prompt and response alike, or leave it out",
         "not built",
