@@ -133,6 +133,14 @@ def ended(pool, count, *, within_s=90.0):
     return found
 
 
+def wait_for_two_held(pool, leader):
+    """Wait until the leader holds the requests of two agents."""
+    until = time.monotonic() + 30
+    while len(leader._held) < 2 and time.monotonic() < until:
+        pool.poll()
+        pool.wait()
+
+
 @pytest.mark.parametrize("agent", ["solve", "plain", "from_the_environment"])
 def test_an_agent_asks_the_policy_and_returns_its_reward(tmp_path, agent):
     with running(tmp_path, agent) as (pool, leader):
@@ -225,10 +233,7 @@ def test_only_so_many_agents_run_at_a_time(tmp_path):
         leader.is_held.set()
         for i in range(5):
             start(pool, leader, str(i), {"answer": "4"})
-        until = time.monotonic() + 30
-        while len(leader._held) < 2 and time.monotonic() < until:
-            pool.poll()
-            pool.wait()
+        wait_for_two_held(pool, leader)
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
             pool.poll()
@@ -306,10 +311,7 @@ def test_episodes_of_a_worker_that_died_fail(tmp_path):
         leader.is_held.set()
         for i in range(2):
             start(pool, leader, str(i), {"do": ""})
-        until = time.monotonic() + 30
-        while len(leader._held) < 2 and time.monotonic() < until:
-            pool.poll()
-            pool.wait()
+        wait_for_two_held(pool, leader)
         reaper = pool._agents._workers[0].process.pid
         with open(f"/proc/{reaper}/task/{reaper}/children") as file:
             os.kill(int(file.read()), 9)
