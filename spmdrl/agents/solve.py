@@ -217,7 +217,7 @@ def _run_command(command: Sequence[str], row: dict, folder: Path) -> Any:
     reader = threading.Thread(target=_pass_on, args=(process.stdout.fileno(), tail), daemon=True)
     reader.start()
     status = process.wait()
-    reader.join(1.0)  # a process that it left behind may hold the pipe open
+    reader.join(1.0)  # a process that it started may still hold the pipe open
     if status:
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
         text = bytes(tail).decode(errors="replace")[-_TAIL_CHARS:].strip()

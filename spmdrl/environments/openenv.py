@@ -44,7 +44,7 @@ class OpenEnvironment:
         field: field of the action that gets the text or number.
         show: what the policy sees of an observation: `module:function` of its dictionary, the name
             of a field, or by default all of it as JSON.
-        reset: arguments of the server's `reset` besides the seed; the row's `reset` adds to them.
+        reset: arguments of the server's `reset`, which also gets the seed and the row's `reset`.
         max_turns: responses per episode.
         sessions: connections that a worker keeps. The server's `max_concurrent_envs` should be at
             least three times sessions * rewards.workers * engine replicas: other workers stand in

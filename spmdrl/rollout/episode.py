@@ -72,7 +72,7 @@ class Draw:
         """Return a request with these settings; see Request.
 
         Args:
-            stop: strings that end the response, besides those of the settings.
+            stop: further strings that end the response; those of the settings end it too.
         """
         return Request(
             key=key,
