@@ -12,7 +12,7 @@ from spmdrl.check.rules import rule_problems
 from spmdrl.check.sources import source_problems
 from spmdrl.check.values import range_problems, value_problems
 from spmdrl.config.fields import Config
-from spmdrl.config.read import read, refuse, take_config_flags
+from spmdrl.config.read import read, refuse
 from spmdrl.data.tasks import is_generated
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, is_same_file, missing_folder, version_text
@@ -40,8 +40,7 @@ def parse(argv: list[str] | None = None) -> Config:
         cfg = read(argv, prog="train.py --config FILE")
         # A dry run lists missing models itself, with the other problems.
         problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
-        paths, flags = take_config_flags(argv)
-        refuse(problems, paths=paths, flags=flags)
+        refuse(problems, argv=argv)
         if lines := [f"note: {note}" for note in notes(cfg)]:
             say_once("\n".join(lines))
     except Refusal as error:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from spmdrl.config.tree import (
     settings,
     unknown_key,
 )
-from spmdrl.config.yaml_text import plain_data
+from spmdrl.config.yaml_text import key_lines, plain_data
 from spmdrl.errors import Refusal, describe
 from spmdrl.imports import near_file
 from spmdrl.run_files import CONFIG, read_bytes
@@ -37,30 +38,96 @@ _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 def load_yaml(*paths: str | Path) -> Config:
     """Read YAML files strictly; the fields of a later one override those of the ones before.
 
+    A file may name another one as its `base`, by a path relative to its own folder. It overrides
+    the fields of its base; mappings of options are merged, and an empty one removes the base's.
+
     Returns: Config with defaults where the files are silent; not yet validated.
     Raises: Refusal listing every unknown key of a file (with the nearest known one) and every value
-        of a wrong type.
+        of a wrong type, each with its line; and for bases that form a cycle.
     """
-    found: dict[str, Any] = {}
+    return build(load_fields(*paths).values)
+
+
+@dataclass(frozen=True)
+class FileFields:
+    """What config files set."""
+
+    values: dict[str, Any]
+    """{dotted name of a field: its value}"""
+    places: dict[str, str]
+    """{dotted name of a field, or of an option in it: `FILE, line N` that sets it}"""
+
+
+def load_fields(*paths: str | Path) -> FileFields:
+    """Read YAML files as `load_yaml` does, and keep the place of each value."""
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
     for path in map(Path, paths):
-        found |= _fields_of(_tree_of(path), where=f"config file {path}")
-    return build(found)
+        own = _with_bases(path, above=())
+        values |= own.values
+        places |= own.places
+    return FileFields(values, places)
 
 
-def _tree_of(path: Path) -> dict[str, Any]:
-    if wrong := PathForm().problem(str(path)):
-        raise Refusal(f"config file {describe(str(path))} {wrong}")
-    if path.is_dir():
-        raise Refusal(f"config file {path} is a folder; name a file in it")
-    if not path.exists():
-        raise Refusal(f"config file {path} does not exist{near_file(path)}")
-    tree = plain_data(_text_of(path), file=str(path)) or {}
+def _with_bases(path: Path, *, above: tuple[Path, ...]) -> FileFields:
+    """Return the fields of a file and of its bases.
+
+    Args:
+        above: the files whose base it is, in order.
+    """
+    where = f"config file {path}"
+    if above:
+        where += f" (base of {above[-1]})"
+    text = _text_of(path, where=where)
+    tree = _tree_of(text, path, where=where)
+    lines = key_lines(text)
+    found = FileFields({}, {})
+    if "base" in tree:
+        base = _base_of(path, tree.pop("base"), line=lines["base"])
+        chain = (*above, path)
+        if any(base.resolve() == other.resolve() for other in chain):
+            names = " -> ".join(map(str, (*chain, base)))
+            raise Refusal(
+                f"config file {path}, line {lines['base']}: base: a cycle of files, {names}; take "
+                "`base` out of one of them"
+            )
+        found = _with_bases(base, above=chain)
+    for name, value in _fields_of(tree, where=where, lines=lines).items():
+        found.values[name] = _merged(found.values.get(name), value)
+    places = {name: f"{path}, line {line}" for name, line in lines.items()}
+    return FileFields(found.values, found.places | places)
+
+
+def _base_of(path: Path, base: Any, *, line: int) -> Path:
+    if not isinstance(base, str) or not base:
+        raise Refusal(
+            f"config file {path}, line {line}: base: expected the path of one config file, got "
+            f"{describe(base)}"
+        )
+    return path.parent / base
+
+
+def _merged(base: Any, own: Any) -> Any:
+    """Return a value over that of the base: mappings are merged, everything else is replaced."""
+    if not isinstance(base, dict) or not isinstance(own, dict) or not own:
+        return own
+    return base | {name: _merged(base.get(name), value) for name, value in own.items()}
+
+
+def _tree_of(text: str, path: Path, *, where: str) -> dict[str, Any]:
+    tree = plain_data(text, file=str(path)) or {}
     if not isinstance(tree, dict):
-        raise Refusal(f"config file {path}: expected a mapping of fields, got {describe(tree)}")
+        raise Refusal(f"{where}: expected a mapping of fields, got {describe(tree)}")
     return tree
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, *, where: str) -> str:
+    if wrong := PathForm().problem(str(path)):
+        raise Refusal(f"config file {describe(str(path))} {wrong}")
+    if path.is_dir():
+        raise Refusal(f"{where} is a folder; name a file in it")
+    if not path.exists():
+        raise Refusal(f"{where} does not exist{near_file(path)}")
     try:
         return read_bytes(path, CONFIG).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -82,8 +149,14 @@ def from_tree(tree: Mapping[str, Any], *, where: str = "config") -> Config:
     return build(_fields_of(tree, where=where))
 
 
-def _fields_of(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return {field: value} of nested mappings."""
+def _fields_of(
+    tree: Mapping[str, Any], *, where: str, lines: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Return {field: value} of nested mappings.
+
+    Args:
+        lines: {dotted name: its line in a file}, for messages.
+    """
     found: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in leaves(tree, problems=problems).items():
@@ -93,8 +166,17 @@ def _fields_of(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         with noted(problems, name):
             found[name] = checked(name, value)
     if problems:
-        raise Refusal(problem_list(where, problems))
+        places = {name: f"line {line}" for name, line in (lines or {}).items()}
+        raise Refusal(problem_list(where, [placed(problem, places) for problem in problems]))
     return found
+
+
+def placed(problem: str, places: Mapping[str, str]) -> str:
+    """Return a problem, `field: what`, with the place of its field at the end where it has one."""
+    name = problem.partition(":")[0]
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    return f"{problem} ({places[name]})" if name else problem
 
 
 def _is_foreign(name: str, value: Any) -> bool:
@@ -168,13 +250,38 @@ def as_flow(value: Any) -> str:
 
 def dump(cfg: Config) -> str:
     """Return the resolved config as YAML that `load_yaml` reads back to an equal Config."""
+    return yaml.dump(_plain(dataclasses.asdict(cfg)), Dumper=_Dumper, sort_keys=False)
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
-    return yaml.dump(plain(dataclasses.asdict(cfg)), Dumper=_Dumper, sort_keys=False)
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def dump_places(cfg: Config, places: Mapping[str, str]) -> str:
+    """Return the resolved config as `dump` does, each value with its place in a comment.
+
+    A value without a comment is a default.
+
+    Args:
+        places: {dotted name: place}, as `FileFields` has them.
+    """
+    return "\n".join(_lines_with_places(dataclasses.asdict(cfg), places, prefix=""))
+
+
+def _lines_with_places(
+    tree: Mapping[str, Any], places: Mapping[str, str], *, prefix: str
+) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        comment = f"  # {places[name]}" if name in places else ""
+        if isinstance(value, dict) and value:
+            yield f"{indent}{as_flow(key)}:"
+            yield from _lines_with_places(value, places, prefix=f"{name}.")
+        else:
+            yield f"{indent}{as_flow(key)}: {as_flow(_plain(value))}{comment}"
 
 
 def problem_list(where: str, problems: list[str]) -> str:

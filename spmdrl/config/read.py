@@ -27,7 +27,7 @@ from tyro.constructors import (
 )
 
 from spmdrl.config.fields import Config
-from spmdrl.config.files import as_flow, load_yaml, noted, problem_list
+from spmdrl.config.files import as_flow, load_fields, load_yaml, noted, placed, problem_list
 from spmdrl.config.tree import (
     bounds_of,
     build,
@@ -73,15 +73,30 @@ def read(
     return with_flags(cfg, rest)
 
 
-def refuse(problems: list[str], *, paths: list[str], flags: list[str]) -> None:
+def places_of(argv: list[str]) -> dict[str, str]:
+    """Return {dotted name: what sets it}: `FILE, line N` of `--config FILE`, or `flag`."""
+    paths, rest = take_config_flags(argv)
+    places = load_fields(*paths).places if paths else {}
+    flags = {_field(_positive(word)) for word in rest if word.startswith("--")}
+    for name in flags & settings().keys():
+        # A flag replaces all options of a field.
+        places = {own: place for own, place in places.items() if not own.startswith(f"{name}.")}
+        places[name] = "flag"
+    return places
+
+
+def refuse(problems: list[str], *, argv: list[str]) -> None:
     """Raise the problems of a config, one per line, as a Refusal; return if there are none.
 
     Args:
-        paths, flags: the sources of the config, for messages; both may be empty.
+        argv: `--config FILE` and flags that the config is of, for messages; may be empty.
     """
     if problems:
+        paths, flags = take_config_flags(argv)
         where = " and ".join([*paths, *(["flags"] if flags else [])])
-        raise Refusal(problem_list(f"config of {where or 'defaults alone'}", problems))
+        places = places_of(argv)
+        named = [placed(problem, places) for problem in problems]
+        raise Refusal(problem_list(f"config of {where or 'defaults alone'}", named))
 
 
 def take_config_flags(argv: list[str]) -> tuple[list[str], list[str]]:

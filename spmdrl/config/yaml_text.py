@@ -45,6 +45,26 @@ def plain_data(text: str, *, file: str = "") -> Any:
     return value
 
 
+def key_lines(text: str) -> dict[str, int]:
+    """Return {dotted name: line} of the keys in nested mappings of a valid YAML text."""
+    found: dict[str, int] = {}
+    _note_lines(yaml.compose(text, _BaseLoader), "", found)
+    return found
+
+
+def _note_lines(node: yaml.Node | None, prefix: str, found: dict[str, int]) -> None:
+    merged: list[yaml.Node] = []
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.tag == _MERGE:
+            merged += value.value if isinstance(value, yaml.SequenceNode) else [value]
+        elif isinstance(key, yaml.ScalarNode):
+            name = f"{prefix}{key.value}"
+            found.setdefault(name, key.start_mark.line + 1)
+            _note_lines(value, f"{name}.", found)
+    for other in merged:  # its keys only count where the mapping has none of its own
+        _note_lines(other, prefix, found)
+
+
 def _located(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     parts = [error.context, error.problem]

@@ -107,7 +107,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
             file=sys.stderr,
         )
     cfg = evaluation_config(cfg, model=model, world_size=world_size)
-    refuse(_problems(cfg), paths=paths, flags=flags)
+    refuse(_problems(cfg), argv=[*(f"--config={path}" for path in paths), *flags])
     if own.out == Path():
         name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
         own = replace(own, out=Path(f"evaluation_{name}.json"))
