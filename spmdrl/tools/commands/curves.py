@@ -1,4 +1,4 @@
-"""Draw the curves of one or more runs into one chart.
+"""Draw the curves of one or more runs into one chart, and forecast their held-out reward.
 
 python -m spmdrl curves RUN [RUN ...] --out curves.png
 python -m spmdrl curves RUN --metrics reward/mean my/longest
@@ -17,6 +17,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.journal import read_rows
 from spmdrl.report.curves import Rows, draw, metric_names
+from spmdrl.report.forecast import forecast, held_out_points
 from spmdrl.tools.commands import run_command
 
 _OUT = Path("curves.png")
@@ -60,7 +61,20 @@ def curves(
         has_any = draw(rows, out=out, metrics=metrics)
     if not has_any:
         raise Refusal("nothing to draw: the runs have no steps yet")
-    return f"wrote {out}"
+    lines = [f"wrote {out}"]
+    for label, own in rows.items():
+        points = held_out_points(own)
+        if points:
+            lines.append(f"{label}: {_forecast(points)}")
+    return "\n".join(lines)
+
+
+def _forecast(points: list[tuple[float, float]]) -> str:
+    """Return what more steps would give, or why that cannot be said."""
+    try:
+        return forecast(points).sentence
+    except Refusal as refusal:
+        return str(refusal)
 
 
 main = partial(run_command, "curves", curves)
