@@ -42,6 +42,7 @@ FOLDERS = (
     "schedule",
     "skipped",
     "skipped_value",
+    "timeline",
 )
 """Folders that runs write below output_dir."""
 _WRITTEN_ONCE = ("checkpoints", "logs", "reference_logprobs", "rollouts")

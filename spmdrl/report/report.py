@@ -1,4 +1,5 @@
-"""The report of a run: console, metrics.jsonl, tracker and curves of rank 0; logs of all ranks."""
+"""The report of a run: console, metrics.jsonl, tracker and curves of rank 0; logs and timeline of
+all ranks."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
+from spmdrl.report.timeline import TimelineWriter
 from spmdrl.report.tracker import Status, Tracker, TrackerThread
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.outcomes import evaluation_file
@@ -53,6 +55,7 @@ class Report:
         self._log = RankLog(
             self.attempt_folder / f"rank_{world.rank}.log", rank=world.rank, console=self.console
         )
+        self._timeline = TimelineWriter(world, self.folder, attempt_folder=self.attempt_folder)
         self._metrics = Journal(self.folder / "metrics.jsonl")
         self._samples_file = Journal(self.folder / "samples.jsonl")
         self._progress = Progress(cfg, self.console)
@@ -74,8 +77,8 @@ class Report:
         """Record config, versions and code of the run, and open its metrics at `step`.
 
         Call it right before the first step, whose time counts from here. Rows of an earlier
-        attempt that this one will write again move from metrics.jsonl and samples.jsonl to this
-        attempt's log folder.
+        attempt that this one will write again move from metrics.jsonl, samples.jsonl and the
+        timeline to this attempt's log folder.
 
         Args:
             sums: what the comparison of rows, the first push and the probe of engine against
@@ -88,6 +91,7 @@ class Report:
         if self.rank == 0:
             self._start(step)
             self._show_start(values_of(sums), seconds, step=step)
+        self._timeline.start(step)
         self._last_at = time.perf_counter()
 
     def _start(self, step: int) -> None:
@@ -204,6 +208,7 @@ class Report:
         """
         if self._certify is not None:
             self._certify(step, batch, advantages, updated)
+        self._timeline.write(step)
         if self.rank == 0:
             self.record(
                 step,

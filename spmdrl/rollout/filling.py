@@ -83,7 +83,8 @@ class StepFiller:
         ahead = cfg.lag if self.schedule.in_flight else 0
         most = num_to_admit(self.rules, 0, next_step=0, last_step=ahead, version=0)
         max_sequences = -(-most // self.share.num_writers) * self._per_group
-        loop.idle = Idle(min(cfg.engine.max_num_seqs, max_sequences))
+        places = min(cfg.engine.max_num_seqs, max_sequences)
+        loop.idle = Idle(places, spans=world.watch.spans)
         self._use_book(Book())
         self.ahead: dict[int, Rollouts] = {}
         """{step: this replica's complete share}."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spmdrl.types import Sums
+from spmdrl.world.spans import Spans
 
 CAUSES = ("tail", "reward", "environment", "replicas", "exchange", "update", "push")
 """Causes inside time/generate:
@@ -49,22 +50,29 @@ class Idle:
 
     Args:
         width: places of the engine, sequences.
+        spans: gets the stretches in which the engine did nothing; None: they are not kept.
     """
 
-    def __init__(self, width: int = 1):
+    def __init__(self, width: int = 1, *, spans: Spans | None = None):
         self.width = max(1, width)
+        self._spans = spans
         self._seconds: dict[str, float] = {}
         self._paused_at: dict[str, float] | None = None  # None before the first `pause`
 
     def add(self, cause: str, seconds: float) -> None:
-        """Count seconds in which the engine did nothing."""
+        """Count seconds until now in which the engine did nothing."""
+        self._count(cause, seconds)
+        if self._spans is not None:
+            self._spans.add_last(f"engine idle {cause}", seconds)
+
+    def _count(self, cause: str, seconds: float) -> None:
         self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
 
     def count_step(self, seconds: float, *, drawing: int, playing: int) -> None:
         """Count the places that an engine step left empty."""
         shares = empty_shares(self.width, drawing=drawing, playing=playing)
         for cause, share in shares.items():
-            self.add(cause, share * seconds)
+            self._count(cause, share * seconds)
 
     def pause(self, totals: Mapping[str, float]) -> None:
         """Mark the end of a stretch of generation.
@@ -83,7 +91,7 @@ class Idle:
         if self._paused_at is None:
             return
         for cause, phases in _PHASES.items():
-            self.add(
+            self._count(
                 cause,
                 sum(totals.get(name, 0.0) - self._paused_at.get(name, 0.0) for name in phases),
             )

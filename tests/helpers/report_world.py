@@ -15,6 +15,7 @@ import torch.distributed as dist
 from spmdrl.config import Config
 from spmdrl.report.report import Report
 from spmdrl.types import Sums
+from spmdrl.world.spans import Spans
 from spmdrl.world.world import World
 
 
@@ -23,6 +24,7 @@ class FreeWatch:
 
     def __init__(self) -> None:
         self.before_exit: list[Any] = []
+        self.spans = Spans()
 
     @contextlib.contextmanager
     def wait(self, name: str, step: int, *, timeout_s: float | None = None) -> Iterator[None]:
@@ -45,7 +47,9 @@ class SmallWorld:
     device: torch.device = torch.device("cpu")
     tokens_per_microbatch: int = 1024
     watch: FreeWatch = dataclasses.field(default_factory=FreeWatch)
+    replica: int = -1
     from_rank_0 = World.from_rank_0
+    gather = World.gather
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from spmdrl.rollout import sampled_source
 from spmdrl.rollout.sampled_source import SampledSource
 from spmdrl.types import Rollouts
 from spmdrl.workers.messages import RewardResult, SolveResult
+from spmdrl.world.spans import Spans
 from tests.helpers.built import changed, made
 from tests.helpers.drawn import completion
 
@@ -289,6 +290,7 @@ class _Watch:
     """Names no waits."""
 
     totals: dict[str, float] = {}
+    spans = Spans()
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:

@@ -16,6 +16,7 @@ from spmdrl.rollout.episode import Draw, Episode, Trajectory
 from spmdrl.rollout.filling import StepFiller
 from spmdrl.rollout.idle import Idle
 from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
+from spmdrl.world.spans import Spans
 from tests.helpers.built import changed, made
 
 
@@ -56,7 +57,8 @@ def cfg(tmp_path) -> Config:
 
 def filler_of(cfg: Config, *, replica: int = 0) -> StepFiller:
     draw = Draw(cfg.seed, "train", cfg.batch.group_size, 8, 1.0, is_seeded=True, stop_token_ids=())
-    world: Any = SimpleNamespace(replica=replica, num_replicas=2)
+    watch = SimpleNamespace(spans=Spans())
+    world: Any = SimpleNamespace(replica=replica, num_replicas=2, watch=watch)
     prompts = PromptSource(cfg, character_tokenizer())
     loop: Any = Loop()
     return StepFiller(cfg, world, loop=loop, prompts=prompts, draw=draw)

@@ -31,6 +31,7 @@ from spmdrl.world.lost_peers.local_ranks import LocalRanks, own_process
 from spmdrl.world.lost_peers.place import Place, death_text, in_wait, place_after, report_text
 from spmdrl.world.lost_peers.silence import Silence
 from spmdrl.world.sealed_store import SealedStore
+from spmdrl.world.spans import Spans
 
 Ending = Literal["stopped", "failed"]
 EXIT_CODE = 13
@@ -80,6 +81,7 @@ class Watch:
         self.seconds = dict[str, float]()
         self.totals = dict[str, float]()
         """Per phase and wait: since `take_seconds`, and since the start."""
+        self.spans = Spans()
         self.board = Board(store, rank, store_rank=store_rank)
         self._store_rank = store_rank
         self._flight_folder = flight_folder
@@ -108,7 +110,7 @@ class Watch:
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Name local work, so that other ranks can report where this one is. Adds to `seconds`."""
+        """Name local work, so that other ranks can report where this one is. It is timed too."""
         with self._entered(name, step, waits=False):
             yield
 
@@ -147,8 +149,10 @@ class Watch:
             yield
         finally:
             self.place = place_after(self.place, before)
+            ended = time.monotonic()
+            self.spans.add(name, began, ended)
             for seconds in (self.seconds, self.totals):
-                seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
+                seconds[name] = seconds.get(name, 0.0) + ended - began
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of each phase and wait since the last call, and reset them."""
