@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from spmdrl.agents.containers import SHARED, Container, make_labels
+from spmdrl.config.generation import ContainerSettings
 from spmdrl.errors import Refusal, place_of
 from spmdrl.imports import import_object, resolve
 from spmdrl.rewards.samples import BadValue, finite
@@ -27,6 +29,7 @@ from spmdrl.rewards.samples import BadValue, finite
 FUNCTION_FIELD = "rollout.agent"
 COMMAND_FIELD = "rollout.agent_command"
 _HOST = "127.0.0.1"
+_IN_CONTAINERS = ("OPENAI_API_KEY", "SPMDRL_SEED", "NO_PROXY", "no_proxy")
 _RESULT_BYTES = 2**20
 _TAIL_CHARS = 500
 _READ_BYTES = 2**16
@@ -36,9 +39,10 @@ _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 _NAME_CHARS = 80
 
 
-def check_agent(function: str, command: Sequence[str]) -> None:
-    """Load an agent in this process, as a worker does. Raises: Refusal as `Agent`."""
-    Agent(function, command, timeout_s=1.0)
+def check_agent(function: str, command: Sequence[str], container: ContainerSettings) -> None:
+    """Load an agent in this process, as a worker does. Raises: Refusal as `Agent`, `Container`."""
+    own = Container(container, make_labels(".")) if container.image else None
+    Agent(function, command, timeout_s=1.0, container=own)
 
 
 class CommandFailed(Exception):
@@ -52,17 +56,27 @@ class Agent:
         function: rollout.agent; empty for a command.
         command: rollout.agent_command.
         timeout_s: deadline of an episode.
+        container: in which the command runs; None for none.
     Raises (on construction): Refusal for a function that cannot be imported or called, or a command
         that is not found.
     """
 
-    def __init__(self, function: str, command: Sequence[str], *, timeout_s: float):
+    def __init__(
+        self,
+        function: str,
+        command: Sequence[str],
+        *,
+        timeout_s: float,
+        container: Container | None = None,
+    ):
         self._command = list(command)
         self._timeout_s = timeout_s
+        self._container = container
+        self._removals: list[subprocess.Popen[bytes]] = []
         self._function: Callable[..., Any] | None = None
         if function:
             self._function = _load(function)
-        elif not shutil.which(command[0]):
+        elif container is None and not shutil.which(command[0]):
             raise Refusal(
                 f"{COMMAND_FIELD}: no program {command[0]!r} is found on PATH or from {Path.cwd()}"
             )
@@ -98,10 +112,17 @@ class Agent:
             own[name] = ",".join(filter(None, [os.environ.get(name), _HOST]))
         os.environ.update(own)
         if self._function is None:
-            value = _run_command(self._command, row, Path(folder))
+            value = _run_command(self._command, row, Path(folder), self._container, base_url)
         else:
             value = self._call(self._function, row, seed, base_url=base_url, api_key=api_key)
         return _outcome(value)
+
+    def clean(self, folder: str) -> None:
+        """Remove the folder of an episode that has ended, and begin to remove its container."""
+        if self._container is not None:
+            running = [removal for removal in self._removals if removal.poll() is None]
+            self._removals = [*running, self._container.remove(folder)]
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _call(
         self, function: Callable[..., Any], row: dict, seed: int, *, base_url: str, api_key: str
@@ -199,12 +220,24 @@ def _wants_seed(function: Callable[..., Any]) -> bool:
         return False
 
 
-def _run_command(command: Sequence[str], row: dict, folder: Path) -> Any:
+def _run_command(
+    command: Sequence[str], row: dict, folder: Path, container: Container | None, base_url: str
+) -> Any:
     """Return the object in the file that a command wrote; None without one."""
-    row_file = folder / "row.json"
-    result_file = folder / "result.json"
+    files = place = folder
+    own = {}
+    if container is not None:
+        files = container.share(folder)
+        place = Path(SHARED)
+        own["OPENAI_BASE_URL"] = container.connect(files, base_url)
+    row_file = files / "row.json"
+    result_file = files / "result.json"
     row_file.write_text(json.dumps(row))
-    own = {"SPMDRL_ROW": str(row_file), "SPMDRL_RESULT": str(result_file)}
+    row_file.chmod(0o644)  # the image of a container may have a user of its own
+    own["SPMDRL_ROW"] = str(place / row_file.name)
+    own["SPMDRL_RESULT"] = str(place / result_file.name)
+    if container is not None:
+        command = container.command(command, shared=files, variables=[*_IN_CONTAINERS, *own])
     process = subprocess.Popen(
         command,
         env=os.environ | own,
@@ -222,16 +255,24 @@ def _run_command(command: Sequence[str], row: dict, folder: Path) -> Any:
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
         text = bytes(tail).decode(errors="replace")[-_TAIL_CHARS:].strip()
         raise CommandFailed(f"it ended with {how}; its last output: {text or 'nothing'}")
-    if not result_file.exists():
-        return None
-    if result_file.stat().st_size > _RESULT_BYTES:
-        raise BadValue(f"SPMDRL_RESULT has more than {_RESULT_BYTES} bytes")
     try:
-        return json.loads(result_file.read_bytes())
+        return _read_result(result_file)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise BadValue(f"SPMDRL_RESULT cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise BadValue(f"SPMDRL_RESULT is not valid JSON: {error}") from None
+
+
+def _read_result(path: Path) -> Any:
+    # An agent in a container must not have this process read other files, or wait for a pipe.
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(file, "rb") as source:
+        data = source.read(_RESULT_BYTES + 1) or b""
+    if len(data) > _RESULT_BYTES:
+        raise BadValue(f"SPMDRL_RESULT has more than {_RESULT_BYTES} bytes")
+    return json.loads(data)
 
 
 def _pass_on(source: int, tail: bytearray) -> None:

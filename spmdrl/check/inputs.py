@@ -183,6 +183,7 @@ def _agent_problems(
         check_agent,
         function,
         command,
+        cfg.rollout.agent_container,
         what=f"{FIELD}: importing {function or command[0]}",
         timeout_s=until - time.monotonic(),
     )

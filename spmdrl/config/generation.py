@@ -160,6 +160,27 @@ class RecordSettings:
 
 
 @dataclass(frozen=True)
+class ContainerSettings:
+    """A container for each episode of rollout.agent_command (docs/agents.md)."""
+
+    image: str = ""
+    """Image in which the command runs; it must be on the machine. Empty: no container."""
+    program: Literal["auto", "docker", "podman"] = "auto"
+    """What runs it; `auto` takes docker if it answers, else podman."""
+    network: str = "none"
+    """With `none` it reaches the policy and nothing else, and with the name of a network this one
+    too; both need python3 in the image. `host`: the network of the machine."""
+    memory_gib: Annotated[float, within(0, 2**20)] = 4.0
+    """Most memory of a container, GiB; 0: no limit."""
+    cpus: Annotated[float, within(0, 2**16)] = 1.0
+    """Most processors' time that it gets; 0: no limit."""
+    processes: Annotated[int, within(0, 2**22)] = 256
+    """Most processes in it; 0: as many as docker or podman allow."""
+    options: tuple[str, ...] = ()
+    """Further arguments of `docker run`, e.g. `--volume=/data:/data:ro`."""
+
+
+@dataclass(frozen=True)
 class RolloutSettings:
     """Environments, agents, schedules and recordings of rollouts."""
 
@@ -173,6 +194,7 @@ class RolloutSettings:
     """The same as a program: a command and its arguments. It finds OPENAI_BASE_URL, OPENAI_API_KEY,
     SPMDRL_ROW (file of the row, JSON) and SPMDRL_RESULT (file that it may write) in its
     environment."""
+    agent_container: ContainerSettings = field(default_factory=ContainerSettings)
     agent_timeout_s: Seconds = 600.0
     """Wall-clock seconds for one episode of an agent; then it is killed, and its sample fails."""
     agent_max_requests: Annotated[int, within(1, 10**6)] = 64

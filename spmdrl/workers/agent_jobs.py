@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdrl.agents.containers import Container
 from spmdrl.agents.solve import Agent, CommandFailed, episode_fault
 from spmdrl.rewards.samples import BadValue, finite
 from spmdrl.workers.messages import AgentSetup, Done, Solve, SolveResult, no_result, take_messages
@@ -80,7 +80,10 @@ class AgentServer:
 
     def __init__(self, setup: AgentSetup):
         self._setup = setup
-        self._agent = Agent(setup.function, setup.command, timeout_s=setup.timeout_s)
+        container = Container(setup.container, setup.labels) if setup.container.image else None
+        self._agent = Agent(
+            setup.function, setup.command, timeout_s=setup.timeout_s, container=container
+        )
         self._agent.preload()
         self._waiting: deque[tuple[int, Solve]] = deque()
         self._running: list[RunningEpisode] = []
@@ -246,7 +249,7 @@ class AgentServer:
         with contextlib.suppress(OSError):
             used = episode.life.recv(100)
         _close(episode)
-        shutil.rmtree(episode.folder, ignore_errors=True)
+        self._agent.clean(episode.folder)
         return self._report(episode, now, code=os.waitstatus_to_exitcode(status), used=used)
 
     def _read(self, episode: RunningEpisode) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
+from spmdrl.agents.containers import Labels
+from spmdrl.config.generation import ContainerSettings
 from spmdrl.environments.protocol import Message, Response
 from spmdrl.rewards.samples import RewardList, RewardSample
 
@@ -53,6 +55,10 @@ class AgentSetup:
     """Deadline of an episode."""
     memory_gib: float
     """Limit for an agent and the processes that it starts, GiB; 0 for none."""
+    container: ContainerSettings
+    """rollout.agent_container."""
+    labels: Labels
+    """Of the containers."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from spmdrl.agents.containers import Labels, Sweeper, make_labels
 from spmdrl.config import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.environments.protocol import Response
@@ -79,7 +80,10 @@ class RewardPool(JobQueue):
         super().__init__(
             setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
         )
-        self._agents = _agent_queue(cfg)
+        self._container = cfg.rollout.agent_container
+        self._labels = make_labels(cfg.output_dir)
+        self._sweeper: Sweeper | None = None
+        self._agents = _agent_queue(cfg, self._labels)
         self._unpolled: list[PoolResult] = []
         self._max_steps = cfg.steps
         self._steps_per_epoch = steps_per_epoch
@@ -109,6 +113,8 @@ class RewardPool(JobQueue):
         """
         super().start()
         if self._agents is not None:
+            if self._container.image:
+                self._sweeper = Sweeper(self._container, self._labels)
             self._agents.start()
 
     def close(self) -> None:
@@ -116,6 +122,8 @@ class RewardPool(JobQueue):
         super().close()
         if self._agents is not None:
             self._agents.close()
+        if self._sweeper is not None:
+            self._sweeper.close()
 
     @property
     def _queues(self) -> list[JobQueue]:
@@ -298,7 +306,7 @@ def _put(queue: JobQueue, key: Hashable, work: Work, *, what: str) -> None:
         queue.put(key, work)
 
 
-def _agent_queue(cfg: Config) -> JobQueue | None:
+def _agent_queue(cfg: Config, labels: Labels) -> JobQueue | None:
     """Return the worker that runs the agent; None if none runs.
 
     It is one process of its own, because an agent runs for long, and has a deadline of its own.
@@ -312,6 +320,8 @@ def _agent_queue(cfg: Config) -> JobQueue | None:
         at_once=cfg.agents_at_once,
         timeout_s=rollout.agent_timeout_s,
         memory_gib=cfg.rewards.worker_memory_gib,
+        container=rollout.agent_container,
+        labels=labels,
     )
     setup = Setup(functions={}, weights=(), timeout_s=rollout.agent_timeout_s, agent=agent)
     return JobQueue(setup, workers=1, timeout_s=rollout.agent_timeout_s)

@@ -201,7 +201,6 @@ _ALLOWED = {
     "spmdrl/tools/commands/export.py": "the empty folder that the user names",
     "spmdrl/sandbox/supervisor.py": "a pipe",
     "spmdrl/agents/solve.py": "the row for an agent's command, in a temporary folder",
-    "spmdrl/workers/agent_jobs.py": "a pipe, and that folder",
     "spmdrl/workers/subreaper.py": "a file of /proc",
 }
 

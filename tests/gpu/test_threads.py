@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from spmdrl.checkpoint.save import _TensorWriter
 
 ROOT = Path(__file__).parents[2]
-IN_WORKERS = ("agents/solve.py", "sandbox/", "workers/", "rewards/", "environments/", "tools/")
+IN_WORKERS = ("agents/", "sandbox/", "workers/", "rewards/", "environments/", "tools/")
 """Threads of other processes than ranks, or of no run."""
 
 THREADS = {

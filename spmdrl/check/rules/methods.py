@@ -502,6 +502,12 @@ _AGENTS = [
         "leave one out",
         "principle",
     ),
+    Rule(
+        ("rollout.agent_container.image", "rollout.agent_command"),
+        lambda cfg: cfg.rollout.agent_container.image and not cfg.rollout.agent_command,
+        "a function runs in a worker of the job, and a command in the container",
+        "set the command, or leave the image out",
+    ),
     of_agents(
         "algorithm.advantage",
         _is_per_token,
