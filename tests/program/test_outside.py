@@ -1,11 +1,13 @@
-"""Environments of other packages, played and trained in with the packages: `make outside`.
+"""Environments and tools of other packages, trained in with the packages: `make outside`.
 
-A small model learns to answer with digits from players who choose at random. Then each environment
-trains it for twenty steps of GRPO, and the reward must rise.
+A small model learns to answer with digits from players who choose at random, and to call a tool
+from one who calls it every other time. Then each environment trains it for twenty steps of GRPO,
+and the reward must rise.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -21,7 +23,8 @@ from typing import Any
 import pytest
 import yaml
 
-from spmdrl.environments.protocol import Response
+from benchmarks.demonstrations import as_message
+from spmdrl.environments.protocol import Message, Response, ToolCall
 from spmdrl.environments.tool_calls import hermes
 from spmdrl.workers.environment_jobs import EnvironmentServer
 from tests.environments.environment_runs import play
@@ -42,6 +45,21 @@ GYMNASIUM = {
     "action": "int",
     "max_turns": 10,
 }
+MCP = {
+    "name": "tools",
+    "tools": {
+        "mcp": {
+            "server": [sys.executable, str(HERE.parent / "environments" / "mcp_server.py")],
+            "only": ["power"],
+        }
+    },
+    "parser": "hermes",
+    "max_turns": 2,
+}
+EXACT = """
+def exact(completions, answer, **columns):
+    return [float(own == wanted) for own, wanted in zip(completions, answer)]
+"""
 VERIFIERS = {"name": "verifiers", "taskset": str(HERE / "sums_taskset.py")}
 
 
@@ -119,6 +137,12 @@ def digit_games(count: int) -> list[dict[str, Any]]:
     return [{"prompt": "?", "seed": seed} for seed in range(count)]
 
 
+def squares(count: int) -> list[dict[str, Any]]:
+    """Return rows that ask for the squares of digits."""
+    digits = [2 + i % 8 for i in range(count)]
+    return [{"prompt": f"{digit}^2=", "answer": str(digit**2)} for digit in digits]
+
+
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory) -> Path:
     """Return the tasks of the taskset as a file of rows."""
@@ -134,21 +158,19 @@ def model(tmp_path_factory, openenv, sums) -> Path:
     """Return a model that answers with digits chosen at random."""
     folder = tmp_path_factory.mktemp("warm")
     draw = random.Random(0)
-    conversations = []
-    sources = [
-        (GYMNASIUM, digit_games(400), lambda: draw.randrange(4)),
-        (openenv, digit_games(400), lambda: draw.randrange(10)),
-        (
-            VERIFIERS,
-            [json.loads(line) for line in sums.read_text().splitlines()][:400],
-            lambda: draw.randrange(10),
-        ),
+    tasks = [json.loads(line) for line in sums.read_text().splitlines()][:400]
+    players = [
+        (GYMNASIUM, digit_games(400), lambda *_: Response(str(draw.randrange(4)))),
+        (openenv, digit_games(400), lambda *_: Response(str(draw.randrange(10)))),
+        (VERIFIERS, tasks, lambda *_: Response(str(draw.randrange(10)))),
+        (MCP, squares(800), functools.partial(half_a_caller, draw)),
     ]
-    for options, rows, choose in sources:
+    rows: list[dict[str, Any]] = []
+    for options, own, player in players:
         server = EnvironmentServer(options)
-        conversations += [conversation(server, row, choose) for row in rows]
-    draw.shuffle(conversations)
-    rows = [{"messages": messages} for messages in conversations]
+        tools = {"tools": server.tools} if server.tools else {}
+        rows += [{"messages": conversation(server, row, player)} | tools for row in own]
+    draw.shuffle(rows)
     program(
         "create_model",
         folder / "init",
@@ -159,7 +181,7 @@ def model(tmp_path_factory, openenv, sums) -> Path:
         0.088,
     )
     config = {
-        "steps": 60,
+        "steps": 150,
         "layout": {"placement": "offline", "world_size": 2},
         "model": {"path": str(folder / "init"), "compute_dtype": "float32"},
         "data": {"train": str(write_rows(folder / "played.jsonl", rows)), "max_prompt_tokens": 64},
@@ -173,16 +195,27 @@ def model(tmp_path_factory, openenv, sums) -> Path:
     return folder / "model"
 
 
+def half_a_caller(draw: random.Random, messages: list[Message], row: dict) -> Response:
+    """Repeat what the tool returned; else call it, or answer at random."""
+    if messages[-1]["role"] == "tool":
+        return Response(messages[-1]["content"])
+    if draw.random() < 0.5:
+        call = ToolCall("power", {"base": int(row["prompt"].partition("^")[0])})
+        return Response("", (call,))
+    return Response(str(draw.randrange(2, 10) ** 2))
+
+
 def conversation(
-    server: EnvironmentServer, row: dict, choose: Callable[[], int]
-) -> list[dict[str, Any]]:
+    server: EnvironmentServer, row: dict, player: Callable[[list[Message], dict], Response]
+) -> list[Message]:
     """Play one episode; return its messages."""
     packed, turn, _ = server.open(row, seed=0)
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     while not turn.is_done:
-        answer = str(choose())
-        messages += [*turn.messages, {"role": "assistant", "content": answer}]
-        packed, turn, _ = server.turn(packed, Response(answer))
+        messages += turn.messages
+        answer = player(messages, row)
+        messages.append(as_message(answer))
+        packed, turn, _ = server.turn(packed, answer)
     return messages
 
 
@@ -222,6 +255,21 @@ def test_verifiers(model, sums, tmp_path):
     rows = train(tmp_path / "verifiers", grpo(model, VERIFIERS, sums))
     assert rise(rows, "verifiers") > 0.03
     assert 0 < rows[-1]["environment/right"] <= 1
+
+
+def test_tools_of_an_mcp_server(model, tmp_path):
+    (tmp_path / "exact.py").write_text(EXACT)
+    rows = write_rows(tmp_path / "squares.jsonl", squares(2000))
+    config = grpo(model, MCP, rows) | {
+        "rewards": {"functions": [f"{tmp_path}/exact.py:exact"]},
+        "optimizer": {"lr": 3.0e-4, "warmup_steps": 2},
+        # A response with a call is ten times as long as one without.
+        "algorithm": {"aggregation": "seq_mean_token_mean"},
+    }
+    steps = train(tmp_path / "mcp", config)
+    assert rise(steps, "mcp") > 0.1
+    calls = [row["environment/tool_calls"] for row in steps]
+    assert calls[-1] > calls[0]
 
 
 def test_an_episode_of_openenv_goes_on_in_another_session(openenv):
