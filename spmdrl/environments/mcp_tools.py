@@ -18,11 +18,12 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from spmdrl.environments import background
 from spmdrl.environments.base_tool import BrokenTool, Tool
 from spmdrl.environments.protocol import ToolCall
+from spmdrl.environments.server_output import ServerOutput
 from spmdrl.errors import Refusal, message_of
 from spmdrl.imports import construct, nearest, refusing
 
@@ -140,6 +141,7 @@ class McpServer:
             self._env |= _passed(pass_env)
             if cwd and not os.path.isdir(cwd):
                 raise Refusal(f"cwd: {cwd!r} is not a folder")
+        self._output = ServerOutput(self.name)
         self._connection: Connection | None = None
         self._ending: set[concurrent.futures.Future[None]] = set()
         with refusing("", ImportError, hint="; tools of MCP servers need `pip install 'mcp>=2'`"):
@@ -176,26 +178,35 @@ class McpServer:
             self._connection = None
 
     def _connect(self) -> None:
-        connection = Connection(self._target(), timeout_s=self._start_timeout_s)
-        try:
-            connection.open()
-        except ImportError:
-            raise
-        except Exception as error:  # of the package, and of what it builds on
-            why = " and ".join(_reasons(error))
-            raise Refusal(f"the MCP server {self.name!r} does not start: {why}") from error
+        # The process gets a copy of the sink. With ours closed, its output ends when it ends.
+        with self._output.open() as sink:
+            connection = Connection(self._target(sink), timeout_s=self._start_timeout_s)
+            try:
+                connection.open()
+            except ImportError:
+                raise
+            except Exception as error:  # of the package, and of what it builds on
+                why = " and ".join(_reasons(error))
+                raise Refusal(f"the MCP server {self.name!r} does not start: {why}") from error
         self._connection = connection
         if self not in _STARTED:
             _STARTED.append(self)
 
-    def _target(self) -> Any:
+    def _target(self, sink: TextIO) -> Any:
+        """Return what the client connects to.
+
+        Args:
+            sink: for the standard error of a process.
+        """
         if self._address:
             return self._address
         from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
-        return StdioServerParameters(
+        server = StdioServerParameters(
             command=self._command[0], args=self._command[1:], env=self._env, cwd=self._cwd or None
         )
+        return stdio_client(server, errlog=sink)
 
     def _tools(self, listed: Sequence[Any], only: Sequence[str]) -> list[Tool]:
         names = [tool.name for tool in listed]
@@ -234,7 +245,7 @@ class Connection:
     """A connection to a server, held open by a task of this process's event loop.
 
     Args:
-        target: `StdioServerParameters`, or an address.
+        target: what `mcp.Client` takes: an address, a server, or a transport.
         timeout_s: deadline for the start and the list of tools.
     """
 

@@ -119,6 +119,26 @@ def test_a_server_that_ends_or_hangs_costs_one_call(tmp_path):
         assert not is_alive(int(process))
 
 
+def test_the_output_of_a_server_is_bounded(capfd):
+    script = 'echo "here I am" >&2; head -c 3000000 /dev/zero | tr "\\0" x >&2; exec "$@"'
+    command = ["sh", "-c", script, "sh", *SERVER]
+    server = served("tools", tools={"mcp": {"server": command, "only": ["power"]}})
+    assert texts(answers(server, ("power", {"base": 3}))) == ["9"]
+    mcp_tools.close_servers()
+    shown = ""
+
+    def is_complete() -> bool:
+        nonlocal shown
+        shown += capfd.readouterr().err
+        return "were dropped" in shown
+
+    wait_for(is_complete)
+    assert shown.startswith("here I am\nxxx")
+    assert shown.count("x" * 1000) == 16 and "over 16384 bytes of output in 600 s" in shown
+    dropped = re.search(r"the MCP server 'sh .*': (\d+) bytes of output were dropped", shown)
+    assert int(dropped.group(1)) == 3_000_000 + len("here I am\n") - 2**14
+
+
 def test_what_cannot_work_is_refused_at_start(tmp_path):
     silent = [sys.executable, "-c", "import time; time.sleep(60)"]
     for options, words in [
