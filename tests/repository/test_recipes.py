@@ -20,6 +20,7 @@ from spmdrl.report.config_sizes import config_sizes
 from spmdrl.rewards import graders
 from spmdrl.tools.commands import fetch_problems, plan
 from spmdrl.tools.commands.plan_examples import renewed
+from spmdrl.tools.problem_sets import ASK
 from tests.helpers.runs import ROOT
 
 RECIPES = sorted(path.name for path in (ROOT / "configs").glob("gpu_*.yaml"))
@@ -133,7 +134,7 @@ def test_fetched_problems_are_rows_of_ours_whose_right_answers_are_rewarded(name
         for row, theirs in zip(rows, HUB[origin]):
             (message,) = prompt_of(row)
             problem = theirs.get("question") or theirs.get("problem")
-            assert message["content"] == f"{problem.strip()}\n\n{fetch_problems.ASK}"
+            assert message["content"] == f"{problem.strip()}\n\n{ASK}"
             answer = theirs["answer"].rpartition("#### ")[2]
             right = ground_truth_of(row)
             for given in (answer, RIGHT.get(answer, answer)):
