@@ -39,7 +39,8 @@ def load_yaml(*paths: str | Path) -> Config:
     """Read YAML files strictly; the fields of a later one override those of the ones before.
 
     A file may name another one as its `base`, by a path relative to its own folder. It overrides
-    the fields of its base; mappings of options are merged, and an empty one removes the base's.
+    the fields of its base. Mappings of options are merged, where null removes an option of the
+    base, and an empty mapping removes all.
 
     Returns: Config with defaults where the files are silent; not yet validated.
     Raises: Refusal listing every unknown key of a file (with the nearest known one) and every value
@@ -63,14 +64,14 @@ def load_fields(*paths: str | Path) -> FileFields:
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     for path in map(Path, paths):
-        own = _with_bases(path, above=())
-        values |= own.values
-        places |= own.places
+        found = _with_bases(path, above=())
+        values |= _checked_fields(found.values, where=f"config file {path}", places=found.places)
+        places |= found.places
     return FileFields(values, places)
 
 
 def _with_bases(path: Path, *, above: tuple[Path, ...]) -> FileFields:
-    """Return the fields of a file and of its bases.
+    """Return what a file and its bases say, not yet checked.
 
     Args:
         above: the files whose base it is, in order.
@@ -92,8 +93,11 @@ def _with_bases(path: Path, *, above: tuple[Path, ...]) -> FileFields:
                 "`base` out of one of them"
             )
         found = _with_bases(base, above=chain)
-    for name, value in _fields_of(tree, where=where, lines=lines).items():
+    problems: list[str] = []
+    for name, value in leaves(tree, problems=problems).items():
         found.values[name] = _merged(found.values.get(name), value)
+    if problems:
+        raise Refusal(problem_list(where, problems))
     places = {name: f"{path}, line {line}" for name, line in lines.items()}
     return FileFields(found.values, found.places | places)
 
@@ -111,7 +115,9 @@ def _merged(base: Any, own: Any) -> Any:
     """Return a value over that of the base: mappings are merged, everything else is replaced."""
     if not isinstance(base, dict) or not isinstance(own, dict) or not own:
         return own
-    return base | {name: _merged(base.get(name), value) for name, value in own.items()}
+    merged = base | {name: _merged(base.get(name), value) for name, value in own.items()}
+    removed = {name for name in base.keys() & own.keys() if own[name] is None}
+    return {name: value for name, value in merged.items() if name not in removed}
 
 
 def _tree_of(text: str, path: Path, *, where: str) -> dict[str, Any]:
@@ -146,27 +152,26 @@ def from_tree(tree: Mapping[str, Any], *, where: str = "config") -> Config:
         where: the place of the mappings, for messages.
     Raises: as `load_yaml`.
     """
-    return build(_fields_of(tree, where=where))
+    problems: list[str] = []
+    values = leaves(tree, problems=problems)
+    if problems:
+        raise Refusal(problem_list(where, problems))
+    return build(_checked_fields(values, where=where, places={}))
 
 
-def _fields_of(
-    tree: Mapping[str, Any], *, where: str, lines: Mapping[str, int] | None = None
+def _checked_fields(
+    values: Mapping[str, Any], *, where: str, places: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return {field: value} of nested mappings.
-
-    Args:
-        lines: {dotted name: its line in a file}, for messages.
-    """
+    """Return {field: value} of what files say. Raises: Refusal with each problem and its place."""
     found: dict[str, Any] = {}
     problems: list[str] = []
-    for name, value in leaves(tree, problems=problems).items():
+    for name, value in values.items():
         if _is_foreign(name, value):
             problems += _foreign_problems(name, value)
             continue
         with noted(problems, name):
             found[name] = checked(name, value)
     if problems:
-        places = {name: f"line {line}" for name, line in (lines or {}).items()}
         raise Refusal(problem_list(where, [placed(problem, places) for problem in problems]))
     return found
 

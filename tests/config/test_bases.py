@@ -54,9 +54,12 @@ def test_mappings_of_a_base_are_merged_and_lists_and_scalars_replaced(files):
     assert cfg.algorithm.loss_options == {"clip_low": 0.1, "clip_high": 0.28}
 
 
-def test_an_empty_mapping_removes_the_options_of_a_base(files):
-    folder = files(base=BASE, own="base: base.yaml\nalgorithm: {loss: cispo, loss_options: {}}")
-    assert load_yaml(folder / "own.yaml").algorithm.loss_options == {}
+@pytest.mark.parametrize(
+    ("options", "merged"), [("{}", {}), ("{clip_low: null, cap: 5}", {"clip_high": 0.3, "cap": 5})]
+)
+def test_options_of_a_base_are_removed_by_null_or_all_by_an_empty_mapping(options, merged, files):
+    folder = files(base=BASE, own=f"base: base.yaml\nalgorithm: {{loss_options: {options}}}")
+    assert load_yaml(folder / "own.yaml").algorithm.loss_options == merged
 
 
 def test_a_resolved_config_needs_no_base(files):
@@ -101,8 +104,15 @@ def test_a_wrong_key_is_named_with_the_file_and_line_that_have_it(files):
     with pytest.raises(Refusal) as refused:
         load_yaml(folder / "own.yaml")
     first, *rest = str(refused.value).splitlines()
-    assert first == f"config file {folder}/base.yaml (base of {folder}/own.yaml): 2 problems"
-    assert [line.rpartition(" (")[2] for line in rest] == ["line 3)", "line 4)"]
+    assert first == f"config file {folder}/own.yaml: 2 problems"
+    places = [line.rpartition(" (")[2] for line in rest]
+    assert places == [f"{folder}/base.yaml, line 3)", f"{folder}/base.yaml, line 4)"]
+
+
+def test_a_field_that_a_file_sets_twice_is_refused(files):
+    folder = files(base="model.path: x\nmodel: {path: y}", own="base: base.yaml")
+    with pytest.raises(Refusal, match=r"base.yaml \(base of .*own.yaml\): 1 problem"):
+        load_yaml(folder / "own.yaml")
 
 
 def test_a_refused_value_is_named_with_the_file_and_line_that_set_it(files, capsys):

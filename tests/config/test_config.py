@@ -450,10 +450,10 @@ def test_each_field_of_another_programs_tree_is_told_by_ours(tmp_path):
         "critic.model.path": "critic.path",
     }
     assert {name: text.split()[4] for name, text in told.items() if name in fields} == fields
-    assert told["actor_rollout_ref"].endswith(
-        "nothing here is called actor.strategy; leave it out (line 2)"
-    )
-    assert told["trainer"].endswith("nothing here is called balance_batch; leave it out (line 6)")
+    left = "nothing here is called actor.strategy; leave it out"
+    assert told["actor_rollout_ref"].endswith(f"{left} ({tmp_path}/verl.yaml, line 2)")
+    left = "nothing here is called balance_batch; leave it out"
+    assert told["trainer"].endswith(f"{left} ({tmp_path}/verl.yaml, line 6)")
     assert len(told) == len(fields) + 2
 
 
