@@ -23,7 +23,7 @@ from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
-from spmdrl.report.timeline import TimelineWriter
+from spmdrl.report.timeline_writer import TimelineWriter
 from spmdrl.report.tracker import Status, Tracker, TrackerThread
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.outcomes import evaluation_file

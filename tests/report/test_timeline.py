@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from spmdrl.errors import Refusal
-from spmdrl.report.timeline import PHASES, read_timeline
+from spmdrl.report.timeline import read_timeline
+from spmdrl.report.timeline_writer import PHASES
 from spmdrl.world.clock import Exchange, lead_of
 from spmdrl.world.lost_peers.watch import Watch
 from spmdrl.world.spans import Spans
