@@ -65,7 +65,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 
-test: venv .venv/torchao .venv/liger .venv/triton .venv/torchvision
+test: venv .venv/torchao .venv/liger .venv/triton .venv/torchvision .venv/trackers
 	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
 
 grid: venv .venv/torchao .venv/torchvision
@@ -106,6 +106,13 @@ gpu:
 .venv/triton: .venv/installed requirements/triton.txt
 	rm -rf $@
 	$(LOCKED) --target $@ -r requirements/triton.txt
+	touch $@
+
+# For the tests of report.trackers: beside the environment, since other libraries take other ways
+# where they find these.
+.venv/trackers: .venv/installed requirements/trackers.txt
+	rm -rf $@
+	$(LOCKED) --target $@ -r requirements/trackers.txt
 	touch $@
 
 # For `make outside`: verifiers and gymnasium, beside the environment, since it does not need them.

@@ -113,7 +113,7 @@ def imitate(name: str, start: Path, rows: str, *, steps: int) -> None:
         "output-dir": FOLDER / f"{name}_run",
         "steps": steps,
         "optimizer.lr": 2e-3 if rows == "demonstrations" else 5e-4,
-        "report.tracker": "none",
+        "report.trackers": [],
     }
     config = ("--config", "configs/demo_sft.yaml")
     torchrun(2, "train.py", *config, *as_flags(flags), timeout_s=3600)
@@ -184,7 +184,7 @@ def distil(name: str, options: Options) -> dict[int, dict[str, float]]:
         "evaluate.every-steps": options.steps // 4,
         "checkpoint.every-steps": 0,
         "optimizer.lr": 5e-4,
-        "report.tracker": "none",
+        "report.trackers": [],
         **RUNS[name],
     }
     config = ("--config", "configs/demo_grpo.yaml")

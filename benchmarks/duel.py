@@ -148,7 +148,7 @@ def our_curve(options: Options, flags: dict[str, str], *, seed: int) -> Curve:
             "optimizer.lr": options.lr,
             "evaluate.every-steps": options.evaluate_every,
             "checkpoint.every-steps": 0,
-            "report.tracker": "none",
+            "report.trackers": [],
         }
         words = ["--config", str(ROOT / "configs" / "demo_grpo.yaml"), *as_flags(own | flags)]
         torchrun(2, ROOT / "train.py", *words, timeout_s=1800)

@@ -78,7 +78,7 @@ def train(name: str, options: Options, folder: Path) -> None:
         "output-dir": str(folder),
         "steps": str(options.steps),
         "checkpoint.resume": "never",
-        "report.tracker": "none",
+        "report.trackers": [],
     }
     torchrun(2, "train.py", "--config", f"configs/{config}", *as_flags(flags), timeout_s=3600)
 

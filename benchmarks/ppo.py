@@ -67,7 +67,7 @@ def train(method: str, *, seed: int, rate: str, steps: int) -> list[dict]:
     folder = RUNS / f"{method}_{rate or 'config'}_{seed}"
     if folder.exists():
         sys.exit(f"{folder} exists; remove it to run it again")
-    flags = flags_of(method) | {"seed": seed, "output-dir": folder, "report.tracker": "none"}
+    flags = flags_of(method) | {"seed": seed, "output-dir": folder, "report.trackers": []}
     flags |= {"optimizer.lr": rate} if rate else {}
     flags |= {"steps": steps} if steps else {}
     torchrun(2, "train.py", "--config", CONFIG, *as_flags(flags), timeout_s=3600)

@@ -122,7 +122,7 @@ def main(options: Options) -> None:
         "model.path": model.resolve(),
         "engine.kind": options.engine,
         "steps": options.steps,
-        "report.tracker": "none",
+        "report.trackers": [],
         "report.certificate": 2,
         "report.certificate-norms": NORMS_EVERY,
         "rollout.record.every": 2,

@@ -196,7 +196,7 @@ def work(folder: Path, workload: dict, flags: dict[str, str]) -> int:
         "engine.max-num-seqs": options.prompts * options.group_size,
         "evaluate.every-steps": 0,
         "checkpoint.every-steps": 0,
-        "report.tracker": "none",
+        "report.trackers": [],
         "optimizer.lr": "1e-6",
     }
     config = str(ROOT / "configs" / "demo_grpo.yaml")

@@ -29,6 +29,8 @@ FILES = (
     "mlflow.db-shm",
     "mlflow.db-wal",
     "mlflow_run.json",
+    "trackio_run.json",
+    "wandb_run.json",
 )
 FOLDERS = (
     ".secret",
@@ -42,9 +44,14 @@ FOLDERS = (
     "schedule",
     "skipped",
     "skipped_value",
+    "tensorboard",
     "timeline",
+    "trackio",
+    "wandb",
 )
 """Folders that runs write below output_dir."""
+_OF_NEW_NAMES = ("wandb",)
+"""Folders in which only new folders are written. W&B puts links to logs of its own there."""
 _WRITTEN_ONCE = ("checkpoints", "logs", "reference_logprobs", "rollouts")
 """Folders whose files are never opened again for writing. These files may have other names."""
 _FLAGS = {
@@ -168,7 +175,7 @@ def _problems(folder: Path) -> Iterator[str]:
             yield f"{path} is {_kind(path, status)}, no {kind}"
         elif kind == "file":
             yield from _second_name(path, status)
-        else:
+        elif name not in _OF_NEW_NAMES:
             yield from _problems_below(path, name)
 
 

@@ -116,7 +116,7 @@ def flags_of(case: Case, options: Options, *, model: Path, out: Path) -> dict[st
         "engine.max-num-seqs": 32,
         "stream.mode": "traced",
         "stream.verify-every": 1,
-        "report.tracker": "none",
+        "report.trackers": [],
     }
     return {name: value for name, value in (own | case.flags).items() if value is not None}
 

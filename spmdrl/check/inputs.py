@@ -72,6 +72,10 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
     """
     began = time.monotonic()
     yield from resume_problems(cfg)
+    if "wandb" in cfg.report.trackers and cfg.report.wandb.mode == "online":
+        from spmdrl.report.trackers.wandb_tracker import key_problem
+
+        yield from filter(None, [key_problem()])
     if replay_folder(cfg):  # recorded rollouts need no data and no rewards
         yield from refusal(lambda: check_recorded(cfg))
         yield from refusal(lambda: load_tokenizer(cfg))

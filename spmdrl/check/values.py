@@ -12,6 +12,7 @@ from typing import Any
 from spmdrl.config.fields import Config, replay_folder, sequences_together
 from spmdrl.config.tree import Bound, bounds, bounds_of, flatten, hints, item_fields, settings
 from spmdrl.imports import attempt, is_same_file, nearest
+from spmdrl.report.trackers import tracker_problems
 from spmdrl.rollout.decision_log import is_timed
 from spmdrl.rollout.staleness import least_staleness
 
@@ -52,6 +53,7 @@ def value_problems(cfg: Config) -> Iterator[str]:
         yield from schedule_problems(cfg)
     yield from _replay_problems(cfg)
     yield from _keep_problems(cfg)
+    yield from tracker_problems(cfg)
 
 
 def _data_problems(cfg: Config) -> Iterator[str]:

@@ -14,7 +14,6 @@ from spmdrl.config.fields import (
     EvaluateSettings,
     KeepSettings,
     LayoutSettings,
-    MlflowSettings,
     ReportSettings,
     inference_ranks,
     trainer_ranks,
@@ -44,4 +43,10 @@ from spmdrl.config.model import (
     ReferenceSettings,
 )
 from spmdrl.config.sampling import NO_PENALTIES, Penalties, SamplingSettings
+from spmdrl.config.trackers import (
+    MlflowSettings,
+    TensorboardSettings,
+    TrackioSettings,
+    WandbSettings,
+)
 from spmdrl.config.tree import flatten

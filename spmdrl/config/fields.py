@@ -18,7 +18,6 @@ from spmdrl.config.objectives import OBJECTIVES, Objective
 from spmdrl.config.options import NestedOptions
 from spmdrl.config.placements import PLACEMENTS, Placement
 from spmdrl.config.ranges import (
-    Address,
     Count,
     Deadline,
     Fraction,
@@ -31,6 +30,12 @@ from spmdrl.config.ranges import (
     within,
 )
 from spmdrl.config.sampling import SamplingSettings
+from spmdrl.config.trackers import (
+    MlflowSettings,
+    TensorboardSettings,
+    TrackioSettings,
+    WandbSettings,
+)
 
 OWN_TEACHERS = ("policy", "reference")
 """Teachers that are not a model of their own."""
@@ -165,20 +170,6 @@ class EvaluateSettings:
 
 
 @dataclass(frozen=True)
-class MlflowSettings:
-    """Where MLflow writes."""
-
-    uri: Address = ""
-    """A server, e.g. http://host:5000, or a file that all runs may share, e.g.
-    sqlite:////shared/mlflow.db; empty: a SQLite file in output_dir. Put user names and passwords
-    into MLflow's own variables MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN."""
-    experiment: str = "spmdrl"
-    """Name of the experiment."""
-    run_name: str = ""
-    """Name of the run; empty: the name of output_dir."""
-
-
-@dataclass(frozen=True)
 class ConsoleSettings:
     """What a run prints."""
 
@@ -192,8 +183,9 @@ class ConsoleSettings:
 class ReportSettings:
     """Metrics, warnings and certificates."""
 
-    tracker: Literal["mlflow", "none"] = "mlflow"
-    """Tracker of metrics. `metrics.jsonl` is always written too."""
+    trackers: tuple[Literal["mlflow", "wandb", "tensorboard", "trackio"], ...] = ("mlflow",)
+    """Trackers of metrics, each with a section here; [] for none. `metrics.jsonl` is always written
+    too."""
     aliases: Literal["none", "verl", "trl"] = "none"
     """Also log the metrics by their names in verl or TRL, for dashboards made for these."""
     warn_after: Natural = 5
@@ -207,6 +199,9 @@ class ReportSettings:
     """Also write norms for every N-th certified step and the last one. With norms, runs on two
     layouts can be compared, which are equal only up to rounding. 0: never."""
     mlflow: MlflowSettings = field(default_factory=MlflowSettings)
+    wandb: WandbSettings = field(default_factory=WandbSettings)
+    tensorboard: TensorboardSettings = field(default_factory=TensorboardSettings)
+    trackio: TrackioSettings = field(default_factory=TrackioSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: console, metrics.jsonl, tracker and curves of rank 0; logs and timeline of
+"""The report of a run: console, metrics.jsonl, trackers, curves of rank 0; logs and timeline of
 all ranks."""
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
 from spmdrl.report.timeline_writer import TimelineWriter
-from spmdrl.report.tracker import Status, Tracker, TrackerThread
+from spmdrl.report.tracker import Status, Trackers
+from spmdrl.report.trackers import make_trackers
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.types import Advantages, Batch, Sums, add_sums, as_pair
@@ -60,7 +61,7 @@ class Report:
         self._samples_file = Journal(self.folder / "samples.jsonl")
         self._progress = Progress(cfg, self.console)
         self._samples = Samples(cfg, self.console, file=self._samples_file)
-        self._tracker: TrackerThread | None = None
+        self._trackers = Trackers()
         self._advisor = Advisor(cfg)
         self._last_at = time.perf_counter()
         world.watch.before_exit.append(self._abandon)
@@ -100,7 +101,7 @@ class Report:
             self.cfg, folder=self.folder, attempt_folder=self.attempt_folder
         )
         dropped = self._rewind(step)
-        self._start_tracker(sizes, environment, step=step)
+        self._start_trackers(sizes, environment, step=step)
         layout = self.cfg.layout
         begin = f"{self.cfg.steps} steps"
         if step:
@@ -112,8 +113,8 @@ class Report:
             f"{layout.world_size} ranks, {self.attempt_folder.name}, {begin}"
         )
         self.console.line(text.pairs_text(sizes))
-        if self._tracker:
-            self.console.line(f"  {self._tracker.tracker.view_command}")
+        for command in self._trackers.view_commands:
+            self.console.line(f"  {command}")
 
     def _show_start(
         self, values: dict[str, float], seconds: dict[str, float], *, step: int
@@ -142,18 +143,15 @@ class Report:
     def _line(self, line: str) -> None:
         self.console.line(text.wrap(line, width=self.console.width))
 
-    def _start_tracker(
+    def _start_trackers(
         self, sizes: Mapping[str, str], environment: Mapping[str, Any], *, step: int
     ) -> None:
-        tracker = _make_tracker(self.cfg, self.folder)
-        if tracker is None:
-            return
         params = flatten(self.cfg) | {f"derived.{name}": v for name, v in sizes.items()}
         tags = {"source.name": Path(environment["command"][0]).name}
         if environment["git"]:
             tags["source.git.commit"] = environment["git"]["commit"]
-        self._tracker = TrackerThread(tracker)
-        self._tracker.start(params, tags, step=step)
+        self._trackers = Trackers(make_trackers(self.cfg, self.folder))
+        self._trackers.start(params, tags, step=step)
 
     def _rewind(self, step: int) -> int:
         """Remove rows that this attempt writes again; return the number of metrics rows."""
@@ -253,15 +251,14 @@ class Report:
             log.warning("step %d: %s", step, advice)
         self._progress.show(step, sums, step_s=step_s)
         newest = self._samples.add(step, samples)
-        if newest and self._tracker:
-            self._tracker.table("samples.json", newest)
+        if newest:
+            self._trackers.table("samples.json", newest)
         return values
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values = with_aliases(values, self.cfg.report.aliases)
         self._metrics.append({"step": step, "unix_s": round(time.time(), 3), **values})
-        if self._tracker:
-            self._tracker.metrics(step, values)
+        self._trackers.metrics(step, values)
 
     def evaluation(self, step: int, sums: Sums) -> dict[str, float]:
         """Record an evaluation of the weights after `step` steps, if `sums` is not empty.
@@ -272,11 +269,10 @@ class Report:
             return {}
         values = values_of(sums)
         self._write(step, values)
-        if self._tracker:
-            file = evaluation_file(self.folder, step)
-            for path in (file, file.with_suffix(".txt")):
-                if path.exists():
-                    self._tracker.artifact(path)
+        file = evaluation_file(self.folder, step)
+        for path in (file, file.with_suffix(".txt")):
+            if path.exists():
+                self._trackers.artifact(path)
         shown = ", ".join(
             f"{name.removeprefix('eval/')} {text.number(v, width=6).strip()}"
             for name, v in values.items()
@@ -287,7 +283,7 @@ class Report:
     # ---------------------------------------------------------------- end
 
     def close(self, status: Status) -> int:
-        """End the report: draw the curves, flush the tracker, print where everything is.
+        """End the report: draw the curves, flush the trackers, print where everything is.
 
         All ranks wait for each other.
 
@@ -301,39 +297,18 @@ class Report:
         return code
 
     def _abandon(self, ending: Ending) -> None:
-        """End the tracker's run with this status: the process ends before the run is done."""
-        if self._tracker:
-            self._tracker.close(ending, timeout_s=_ABANDON_S)
+        """End the trackers' runs with this status: the process ends before the run is done."""
+        self._trackers.close(ending, timeout_s=_ABANDON_S)
 
     def _close_outputs(self, status: Status) -> None:
         chart = self.folder / "curves.png"
         has_chart = draw({self.folder.name: self._metrics.rows()}, out=chart)
-        if self._tracker:
-            if has_chart:
-                self._tracker.artifact(chart)
-            self._tracker.artifact(self.folder / "config.yaml")
-            self._tracker.close(status)
+        if has_chart:
+            self._trackers.artifact(chart)
+        self._trackers.artifact(self.folder / "config.yaml")
+        self._trackers.close(status)
         if summary := self._progress.summary():
             self._line(f"{status}: {summary}")
         self.console.line(f"metrics and logs: {self._metrics.path}, {self.attempt_folder}")
         if has_chart:
             self.console.line(f"curves: {chart}")
-
-
-def _make_tracker(cfg: Config, folder: Path) -> Tracker | None:
-    """Return the tracker that `report.tracker` names; None for none.
-
-    Args:
-        folder: the run's output_dir.
-    """
-    if cfg.report.tracker == "none":
-        return None
-    from spmdrl.report.mlflow_tracker import MlflowTracker  # here: mlflow takes 1.5 s to import
-
-    settings = cfg.report.mlflow
-    return MlflowTracker(
-        settings.uri,
-        folder=folder,
-        experiment=settings.experiment,
-        run_name=settings.run_name or folder.resolve().name,
-    )

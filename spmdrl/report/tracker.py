@@ -1,8 +1,9 @@
-"""The interface of an experiment tracker, and the thread that calls it.
+"""The interface of an experiment tracker, and the threads that call trackers.
 
-Training never waits for a tracker: a step only appends to a queue. If a tracker is down, that is
-reported once, and it is tried again every minute and gets what it missed. metrics.jsonl has
-everything in any case.
+Training never waits for a tracker: a step only appends to a queue. Each tracker has a thread and a
+queue of its own, so one that is down stops no other. If a tracker is down, that is reported once,
+and it is tried again every minute and gets what it missed. metrics.jsonl has everything in any
+case.
 
 MLflow's own asynchronous logging does not replace the thread. It calls from a pool, so that steps
 arrive out of order; it drops a batch that fails and logs an error for each; its flush and its exit
@@ -46,7 +47,7 @@ class Tracker(Protocol):
     name: str
     """Kind and place, for messages: `MLflow at URI`."""
     view_command: str
-    """Shell command that shows the run."""
+    """Shell command that shows the run, or a sentence that says where it is shown."""
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, str], *, step: int) -> None:
         """Open the run; open it again if `step` is above 0.
@@ -72,8 +73,53 @@ class Tracker(Protocol):
         """End the run."""
 
 
+class Trackers:
+    """The trackers of a run. All methods but `close` return at once."""
+
+    def __init__(self, trackers: Sequence[Tracker] = ()):
+        self._threads = [TrackerThread(tracker) for tracker in trackers]
+
+    @property
+    def view_commands(self) -> list[str]:
+        """Return how the run is shown in each; see `Tracker.view_command`."""
+        return [thread.tracker.view_command for thread in self._threads]
+
+    def start(self, params: Mapping[str, Any], tags: Mapping[str, str], *, step: int) -> None:
+        """Open the run in each; see `Tracker.start`."""
+        for thread in self._threads:
+            thread.start(params, tags, step=step)
+        # A program that ends without `close` has crashed.
+        atexit.register(self.close, "failed", timeout_s=10.0)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log one step's metrics, stamped with the present time."""
+        for thread in self._threads:
+            thread.metrics(step, values)
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show rows as a table, which they replace."""
+        for thread in self._threads:
+            thread.table(name, rows)
+
+    def artifact(self, path: Path) -> None:
+        """Store a copy of a file with the run."""
+        for thread in self._threads:
+            thread.artifact(path)
+
+    def close(self, status: Status, *, timeout_s: float = 30.0) -> None:
+        """Send what is in the queues and end the runs; give up on all after `timeout_s`."""
+        atexit.unregister(self.close)
+        threads = self._threads
+        self._threads = []  # a second call, of another thread perhaps, finds nothing to end
+        for thread in threads:
+            thread.end(status)
+        until = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
 class TrackerThread:
-    """Calls a tracker from a thread of its own. All methods but `close` return at once."""
+    """Calls a tracker from a thread of its own. All methods but `join` return at once."""
 
     def __init__(self, tracker: Tracker):
         self.tracker = tracker
@@ -87,7 +133,7 @@ class TrackerThread:
         self._is_started = False
         self._is_failing = False
         self._called_at = 0.0
-        self._status: Status = "failed"  # until `close` says how the run ended
+        self._status: Status = "failed"  # until `end` says how the run ended
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="spmdrl-tracker")
 
@@ -99,8 +145,6 @@ class TrackerThread:
         self._tags = tags
         self._step = step
         self._thread.start()
-        # A program that ends without `close` has crashed.
-        atexit.register(self.close, "failed", timeout_s=10.0)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log one step's metrics, stamped with the present time."""
@@ -124,15 +168,15 @@ class TrackerThread:
             self._files[path] = None
             self._wake.notify()
 
-    def close(self, status: Status, *, timeout_s: float = 30.0) -> None:
-        """Send what is in the queue and end the tracker's run; give up after `timeout_s`."""
-        if self._closing.is_set():
-            return
-        atexit.unregister(self.close)
+    def end(self, status: Status) -> None:
+        """Have the thread send what is in the queue, and end the tracker's run."""
         self._status = status
         with self._wake:
             self._closing.set()
             self._wake.notify()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread after `end`, and log what the tracker did not take."""
         self._thread.join(timeout_s)
         num_lost = self._num_waiting() + self._num_dropped
         if num_lost:

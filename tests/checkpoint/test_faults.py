@@ -243,7 +243,7 @@ def test_fields_that_do_not_shape_the_result_may_change():
         output_dir="elsewhere",
         steps=7,
         checkpoint={"every_steps": 3},
-        report={"tracker": "none"},
+        report={"trackers": []},
         batch={"tokens_per_microbatch": 99},
         layout={"world_size": 8, "tp": 2},
     )

@@ -359,7 +359,7 @@ def test_what_the_command_line_names_is_believed(tmp_path):
 def test_a_runs_tracker_is_contacted_where_the_command_line_names_it(tmp_path, capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "spmdrl.report.mlflow_tracker.log_files", lambda *a: asked.append(a) or "uri"
+        "spmdrl.report.trackers.mlflow_tracker.log_files", lambda *a: asked.append(a) or "uri"
     )
     monkeypatch.setattr("spmdrl.evaluate.write", lambda *a, **k: [])
     monkeypatch.setattr("spmdrl.evaluate.table", lambda *a, **k: "")

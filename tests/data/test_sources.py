@@ -386,7 +386,7 @@ def test_a_run_reports_each_source_and_resumes_in_the_same_order_on_other_ranks(
         rewards=dict(functions=(f"{tmp_path}/own.py:grade",)),
         rollout=dict(record=dict(every=1)),
         evaluate=dict(every_steps=4),
-        report=dict(tracker="none"),
+        report=dict(trackers=[]),
     )
     cfg = changed(cfg, data=vars(sources) | dict(max_prompt_tokens=16))
     run_ranks(1, _trained, cfg)

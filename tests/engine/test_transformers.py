@@ -216,7 +216,7 @@ def _run_config(model: Path, out: Path, **fields) -> Config:
         engine=config.EngineSettings(kind="transformers", dtype="float32", max_num_seqs=12),
         stream=config.StreamSettings(mode="traced", verify_every=1, max_logprob_gap=1e-4),
         rewards=config.RewardsSettings(functions=(f"{model.parent / 'r.py'}:varied",)),
-        report=config.ReportSettings(tracker="none"),
+        report=config.ReportSettings(trackers=()),
         **fields,
     )
 

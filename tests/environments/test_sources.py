@@ -235,7 +235,7 @@ def mixed(model: str, folder: Path, **sections: Any) -> Config:
         # So that turns end soon: an untrained model draws every token about as often.
         sampling=dict(max_response_tokens=96, logit_bias={end_of_turn(model): 3.0}),
         engine=dict(kind="transformers", dtype="float32", max_num_seqs=1),
-        report=dict(tracker="none"),
+        report=dict(trackers=[]),
     )
     return changed(cfg, **sections)
 

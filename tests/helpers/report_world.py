@@ -89,7 +89,7 @@ def reporting(
 def config(folder: Path, *, steps: int = 10, **report: Any) -> Config:
     """Return a Config whose output_dir is `folder`, with fields of `report` replaced."""
     cfg = Config(output_dir=str(folder), steps=steps)
-    changed = dataclasses.replace(cfg.report, **({"tracker": "none"} | report))
+    changed = dataclasses.replace(cfg.report, **({"trackers": ()} | report))
     return dataclasses.replace(cfg, report=changed)
 
 

@@ -23,11 +23,11 @@ from tests.helpers.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = dict(  # flags that make any demo config small enough for a test
-    sft={"batch.prompts-per-step": 16, "report.tracker": "none", "layout.device": "cpu"},
+    sft={"batch.prompts-per-step": 16, "report.trackers": [], "layout.device": "cpu"},
     rl={
         "batch.prompts-per-step": 8,
         "batch.group-size": 4,
-        "report.tracker": "none",
+        "report.trackers": [],
         "evaluate.every-steps": 0,
         "engine.cpu-kv-cache-gib": 0.1,
         "engine.max-num-seqs": 32,

@@ -209,7 +209,7 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
             shaping=shaping,
             on_failure="drop",
         ),
-        report={"tracker": "none"},
+        report={"trackers": []},
     )
 
 

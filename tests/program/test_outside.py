@@ -119,7 +119,7 @@ def train(folder: Path, config: dict[str, Any], *, ranks: int = 2) -> list[dict[
         "output_dir": str(folder / "run"),
         "seed": 0,
         "optimizer": {"lr": 1.0e-3, "warmup_steps": 2},
-        "report": {"tracker": "none"},
+        "report": {"trackers": []},
     }
     folder.mkdir(exist_ok=True)
     file = folder / "config.yaml"

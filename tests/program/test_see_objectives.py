@@ -96,7 +96,7 @@ def run_config(where: Path, name: str, settings: dict[str, Any]) -> Config:
         engine={"kind": "transformers", "dtype": "float32", "max_num_seqs": 16},
         critic={"lr": 1e-3},
         rewards={"functions": (rewards,) if samples else ()},
-        report={"tracker": "none"},
+        report={"trackers": []},
     )
 
 

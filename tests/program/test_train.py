@@ -108,7 +108,7 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
         "evaluate.every-steps": 2,
         "report.console.table_every": "1",
         "data.eval-size": 8,
-        "report.tracker": "mlflow",
+        "report.trackers": ["mlflow"],
     }
     finished = grpo(str(exported), out, flags)
     rows = metrics(out)

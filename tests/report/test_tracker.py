@@ -18,8 +18,8 @@ from typing import Any
 from spmdrl.config import MlflowSettings, flatten
 from spmdrl.journal import read_rows
 from spmdrl.report import tracker
-from spmdrl.report.mlflow_tracker import MlflowTracker
-from spmdrl.report.tracker import MetricsRow, TrackerThread
+from spmdrl.report.tracker import MetricsRow, Status, Trackers, TrackerThread
+from spmdrl.report.trackers.mlflow_tracker import MlflowTracker
 from tests.helpers.ranks import free_port
 from tests.helpers.report_world import FreeWatch, config, record_steps, reporting
 
@@ -31,6 +31,11 @@ def open_tracker(
     thread = TrackerThread(MlflowTracker(uri, folder=folder, **options))
     thread.start({}, {}, step=int(resume))
     return thread
+
+
+def close(thread: TrackerThread, status: Status, *, timeout_s: float = 30.0) -> None:
+    thread.end(status)
+    thread.join(timeout_s)
 
 
 class FakeTracker:
@@ -80,7 +85,7 @@ def test_a_tracker_is_called_in_order_and_gets_all_that_it_missed(monkeypatch, c
     wait_for(lambda: not fake.failures and not thread._num_waiting())
     thread.table("samples.json", [{"a": 1}])
     thread.artifact(Path("curves.png"))
-    thread.close("finished")
+    close(thread, "finished")
     assert fake.calls[0] == ("start", {"lr": 1}, {"source.name": "train.py"}, 2)
     assert [call[0] for call in fake.calls].count("start") == 1
     steps = [step for call in fake.calls if call[0] == "metrics" for step in call[1]]
@@ -103,13 +108,38 @@ def test_a_tracker_that_hangs_delays_neither_a_step_nor_the_end(monkeypatch, cap
         thread.metrics(step, {"loss": 0.5})
     thread.table("samples.json", [])
     thread.table("samples.json", [{"a": 1}])  # in place of the first
-    thread.close("finished", timeout_s=0.2)
+    close(thread, "finished", timeout_s=0.2)
     assert time.monotonic() - began < 5
     assert "the fake did not take the last 31 items" in caplog.text
     assert not fake.calls
     fake.gate.set()  # let the thread end
     thread._thread.join(60)
     assert fake.calls[1] == ("metrics", [*range(20, 30)])
+
+
+def test_a_tracker_that_hangs_or_fails_stops_no_other(monkeypatch, caplog):
+    monkeypatch.setattr(tracker, "_GATHER_S", 0.0)
+    hanging = FakeTracker()
+    hanging.gate.clear()
+    failing = FakeTracker()
+    failing.failures = 10**9
+    well = FakeTracker()
+    trackers = Trackers([hanging, failing, well])
+    threads = trackers._threads
+    trackers.start({}, {}, step=0)
+    for step in range(5):
+        trackers.metrics(step, {"loss": 0.5})
+    wait_for(lambda: ("metrics", [4]) in well.calls or len(well.calls) > 1)
+    trackers.table("samples.json", [{"a": 1}])
+    began = time.monotonic()
+    trackers.close("finished", timeout_s=1.0)
+    trackers.close("failed")  # of another thread, too late
+    assert time.monotonic() - began < 5  # one time for all
+    assert well.calls[-2:] == [("table", "samples.json", [{"a": 1}]), ("close", "finished")]
+    assert caplog.text.count("did not take the last 6 items") == 2
+    hanging.gate.set()
+    threads[0]._thread.join(60)
+    assert hanging.calls[-1] == ("close", "finished")
 
 
 def client_of(folder: Path) -> Any:
@@ -127,12 +157,12 @@ def test_runs_that_start_at_once_share_one_store_of_one_line(tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from spmdrl.report.mlflow_tracker import MlflowTracker\n"
-        "from spmdrl.report.tracker import TrackerThread\n"
+        "from spmdrl.report.trackers.mlflow_tracker import MlflowTracker\n"
+        "from spmdrl.report.tracker import Trackers\n"
         "uri, folder = sys.argv[1:]\n"
         "Path(folder).mkdir()\n"
-        "run = TrackerThread(MlflowTracker(uri, folder=Path(folder), experiment='shared',\n"
-        "                                  run_name=Path(folder).name))\n"
+        "run = Trackers([MlflowTracker(uri, folder=Path(folder), experiment='shared',\n"
+        "                              run_name=Path(folder).name)])\n"
         "run.start({}, {}, step=0)\n"
         "run.metrics(0, {'reward/mean': 0.5})\n"
         "run.table('samples.json', [{'a': 1}])\n"
@@ -161,7 +191,11 @@ def test_runs_that_start_at_once_share_one_store_of_one_line(tmp_path):
 def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path):
     folder = tmp_path / "my_run"
     cfg = config(
-        folder, steps=8, tracker="mlflow", mlflow=MlflowSettings(experiment="tests"), aliases="verl"
+        folder,
+        steps=8,
+        trackers=("mlflow",),
+        mlflow=MlflowSettings(experiment="tests"),
+        aliases="verl",
     )
     with reporting(cfg, ending="stopped") as report:
         record_steps(report, 0, 6)
@@ -197,7 +231,7 @@ def check_artifacts(client: Any, run_id: str, *, folder: Path) -> None:
 
 
 def test_a_run_that_ends_early_is_not_left_running(tmp_path):
-    cfg = config(tmp_path, tracker="mlflow", mlflow=MlflowSettings(experiment="tests"))
+    cfg = config(tmp_path, trackers=("mlflow",), mlflow=MlflowSettings(experiment="tests"))
     watch = FreeWatch()
     with reporting(cfg, ending="failed", watch=watch) as report:
         record_steps(report, 0, 1)
@@ -211,7 +245,7 @@ def test_a_fresh_start_in_the_same_folder_is_a_new_mlflow_run(tmp_path):
     for resume in (False, True, False):
         run = open_tracker(tmp_path, resume=resume)
         run.metrics(0, {"reward/mean": 1.0})
-        run.close("finished")
+        close(run, "finished")
         ids.append(run_id_of(tmp_path))
     assert ids[0] == ids[1] != ids[2]
 
@@ -219,7 +253,7 @@ def test_a_fresh_start_in_the_same_folder_is_a_new_mlflow_run(tmp_path):
 def test_a_store_in_the_folder_that_leads_out_of_it_gets_no_files(tmp_path, caplog):
     folder, away = tmp_path / "run", tmp_path / "away"
     first = open_tracker(folder)
-    first.close("finished")
+    close(first, "finished")
     with sqlite3.connect(folder / "mlflow.db") as store:  # as a stranger may have made it
         store.execute("UPDATE runs SET artifact_uri = ?", (away.as_uri(),))
     second = open_tracker(folder, resume=True)
@@ -227,7 +261,7 @@ def test_a_store_in_the_folder_that_leads_out_of_it_gets_no_files(tmp_path, capl
     second.artifact(folder / "curves.png")
     second.table("samples.json", [{"a": 1}])
     second.metrics(1, {"reward": 0.5})
-    second.close("finished")
+    close(second, "finished")
     assert second.tracker.run_id == first.tracker.run_id and not away.exists()
     assert client_of(folder).get_run(first.tracker.run_id).data.metrics["reward"] == 0.5
     assert f"keeps its files in {away.as_uri()}, which is not below it" in caplog.text
@@ -242,24 +276,24 @@ def test_system_metrics_are_recorded(tmp_path):
             client = client or client_of(tmp_path)
             metrics = client.get_run(run_id_of(tmp_path)).data.metrics
             found = [name for name in metrics if name.startswith("system/")]
-    run.close("finished")
+    close(run, "finished")
     assert "system/cpu_utilization_percentage" in found
 
 
 def test_a_deleted_mlflow_run_is_replaced_and_said(tmp_path, caplog):
     run = open_tracker(tmp_path)
-    run.close("finished")
+    close(run, "finished")
     old = run_id_of(tmp_path)
     client_of(tmp_path).delete_run(old)
     run = open_tracker(tmp_path, resume=True)
     run.metrics(3, {"reward/mean": 1.0})
-    run.close("finished")
+    close(run, "finished")
     assert run_id_of(tmp_path) != old and f"MLflow run {old} is gone" in caplog.text
 
 
 def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(tmp_path, capsys):
     uri = f"http://127.0.0.1:{free_port()}"
-    cfg = config(tmp_path, tracker="mlflow", mlflow=MlflowSettings(uri=uri))
+    cfg = config(tmp_path, trackers=("mlflow",), mlflow=MlflowSettings(uri=uri))
     with reporting(cfg) as report:
         record_steps(report, 0, 3)
         began = time.monotonic()
@@ -282,7 +316,7 @@ def test_a_tracker_that_comes_back_gets_what_it_missed(tmp_path, monkeypatch, ca
     blocker.unlink()
     blocker.mkdir()
     wait_for(lambda: "answers again" in caplog.text)
-    run.close("finished")
+    close(run, "finished")
     history = client_of(blocker).get_metric_history(run.tracker.run_id, "reward/mean")
     assert {m.step: m.value for m in history} == {0: 0.5, 1: 0.75}
     assert caplog.text.count("fails") == 1
@@ -299,7 +333,7 @@ def test_a_tracker_that_only_misses_the_end_is_not_said_to_miss_items(
         raise ConnectionError("gone")
 
     monkeypatch.setattr(run.tracker._client, "set_terminated", fail)
-    run.close("finished")
+    close(run, "finished")
     assert "has all metrics, but not how the run ended" in caplog.text
     assert "did not take" not in caplog.text
 
@@ -314,7 +348,7 @@ def wait_for(condition: Any, *, timeout_s: float = 60.0) -> None:
 def test_mlflow_does_not_phone_home():
     # In a process that MLflow does not take for a test or a CI job, where it is quiet anyway.
     code = (
-        "from spmdrl.report.mlflow_tracker import _import_mlflow; _import_mlflow();"
+        "from spmdrl.report.trackers.mlflow_tracker import _import_mlflow; _import_mlflow();"
         "from mlflow.telemetry import get_telemetry_client;"
         "from mlflow.telemetry.utils import _IS_IN_CI_ENV_OR_TESTING, is_telemetry_disabled;"
         "assert not _IS_IN_CI_ENV_OR_TESTING;"
@@ -328,7 +362,7 @@ def test_mlflow_does_not_phone_home():
 
 
 def test_a_step_costs_the_loop_little(tmp_path):
-    cfg = config(tmp_path, steps=60, tracker="mlflow")
+    cfg = config(tmp_path, steps=60, trackers=("mlflow",))
     taken = []
     with reporting(cfg) as report:
         for step in range(60):

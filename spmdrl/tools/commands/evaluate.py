@@ -303,7 +303,7 @@ def _model_folder(request: CommandLine, world: World) -> Iterator[tuple[str, int
 def _show(request: CommandLine, result: Result) -> None:
     """Print the table, write the files, and add them to the MLflow run of a run's folder."""
     from spmdrl.evaluate import table, write
-    from spmdrl.report.mlflow_tracker import log_files, tracking_uri
+    from spmdrl.report.trackers.mlflow_tracker import log_files, tracking_uri
 
     say(table(result.outcomes, samples=request.cfg.evaluate.samples, right_at=request.right_at))
     files = write(request.out, request.cfg, result, model=request.model, right_at=request.right_at)

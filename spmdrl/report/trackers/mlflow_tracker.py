@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from spmdrl.imports import parsed_json
 from spmdrl.report.tracker import MetricsRow, Status
-from spmdrl.run_folder import remove, rename, write_file
+from spmdrl.report.trackers.helpers import columns_of, remember_run, remembered_run
+from spmdrl.run_folder import remove, rename
 
 log = logging.getLogger(__name__)
 
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
-_RUN_FILE = "mlflow_run.json"
 _SQLITE = "sqlite:///"
 _TABLE_TAG = "mlflow.loggedArtifacts"
 _MAX_METRICS = 1000  # of one log_batch, as are the next two
@@ -94,8 +93,7 @@ class MlflowTracker:
         """Show rows as the table artifact `name`."""
         if not self._takes_artifacts:
             return
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        data = [[row.get(key) for key in columns] for row in rows]
+        columns, data = columns_of(rows)
         text = json.dumps({"columns": columns, "data": data}, default=str)
         self._client.log_text(self.run_id, text, name)
         entries = [{"path": name, "type": "table"}]
@@ -136,7 +134,7 @@ class MlflowTracker:
             self.run_id = self._new_run(client, tags)
         client.update_run(self.run_id, status="RUNNING")
         file = {"uri": self.uri, "experiment": self._experiment, "run_id": self.run_id}
-        write_file(self._folder / _RUN_FILE, json.dumps(file) + "\n")
+        remember_run(self._folder, "mlflow", file)
         self._takes_artifacts = not (self._is_own and self._leads_away(client))
         self._monitor = SystemMetricsMonitor(
             self.run_id,
@@ -166,8 +164,7 @@ class MlflowTracker:
         """Return the id that the folder keeps of a run in this store; empty for none."""
         from mlflow.exceptions import MlflowException
 
-        path = self._folder / _RUN_FILE
-        file = json.loads(path.read_text()) if path.exists() else {}
+        file = remembered_run(self._folder, "mlflow")
         if file.get("uri") != self.uri:
             return ""
         try:
@@ -229,13 +226,7 @@ def _create_store(path: Path) -> None:
 
 def tracking_uri(folder: Path | None) -> str:
     """Return the tracking URI of the MLflow run of an output_dir; empty for none."""
-    return str(_remembered(folder).get("uri", ""))
-
-
-def _remembered(folder: Path | None) -> dict[str, Any]:
-    path = None if folder is None else folder / _RUN_FILE
-    content, _ = parsed_json(path.read_text()) if path and path.is_file() else (None, "")
-    return content if isinstance(content, dict) else {}
+    return "" if folder is None else str(remembered_run(folder, "mlflow").get("uri", ""))
 
 
 def log_files(folder: Path | None, files: list[Path]) -> str:
@@ -247,7 +238,7 @@ def log_files(folder: Path | None, files: list[Path]) -> str:
     Returns: the tracking URI; empty if there is no such run.
     Raises: any error of MLflow's client.
     """
-    remembered = _remembered(folder)
+    remembered = {} if folder is None else remembered_run(folder, "mlflow")
     if not remembered:
         return ""
     _import_mlflow()
