@@ -69,6 +69,7 @@ def train(cfg: Config, world: rl.World) -> int:
     source.close()
     engine.close()  # all
     world.close()  # all
+    report.write_page()  # by rank 0, when nobody waits any more
     return status
 
 

@@ -24,6 +24,7 @@ FILES = (
     "samples.jsonl",
     "certificate.jsonl",
     "curves.png",
+    "page.html",
     "mlflow.db",
     "mlflow.db-journal",
     "mlflow.db-shm",

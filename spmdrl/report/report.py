@@ -11,6 +11,7 @@ from typing import Any
 
 import spmdrl.report.console as text
 from spmdrl.config import Config, flatten
+from spmdrl.imports import attempt
 from spmdrl.journal import Journal
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.advice import Advisor
@@ -21,6 +22,7 @@ from spmdrl.report.derived_metrics import derived_sums
 from spmdrl.report.exit_status import exit_status
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.logs import RankLog, agree_attempt_folder
+from spmdrl.report.page.write import PAGE, PageLimits, RunPage
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
 from spmdrl.report.timeline_writer import TimelineWriter
@@ -35,6 +37,8 @@ from spmdrl.world.world import World
 log = logging.getLogger(__name__)
 
 _ABANDON_S = 15.0  # torchrun kills after 30 s
+_PAGE_LIMITS = PageLimits(mib=16.0, seconds=5.0)
+"""Of the page at the run's end; `python -m spmdrl view` takes more."""
 
 
 class Report:
@@ -295,6 +299,21 @@ class Report:
         code = exit_status(self.cfg, self._world, is_whole=status == "finished")
         self._log.close()
         return code
+
+    def write_page(self) -> None:
+        """Write the run's page on rank 0; other ranks do nothing. Nobody waits for it.
+
+        A page that cannot be written is said, and does not fail the run.
+        """
+        if self.rank != 0:
+            return
+        page = self.folder / PAGE
+        run_page = RunPage((self.folder,), limits=_PAGE_LIMITS)
+        _, error = attempt(lambda: run_page.write(page, within=self.folder), Exception)
+        if error is None:
+            self.console.line(f"page: {page}")
+        else:
+            self.console.line(f"{page} cannot be written: {error or type(error).__name__}")
 
     def _abandon(self, ending: Ending) -> None:
         """End the trackers' runs with this status: the process ends before the run is done."""

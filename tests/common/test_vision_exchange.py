@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import io
 import json
-import re
 from typing import Any
 
 import numpy
@@ -42,6 +41,7 @@ from spmdrl.world.axes import axes_of
 from tests.common import test_exchange as texts
 from tests.helpers import vlm
 from tests.helpers.built import changed, refused, small_model, started
+from tests.helpers.pages import part_of
 from tests.helpers.ranks import run_ranks
 from tests.rollout import test_record as records
 
@@ -330,15 +330,14 @@ def test_the_viewer_shows_images_where_they_stand(tmp_path, capsys):
     asked = [str(tmp_path), "--step", "0", "--group", "2", "--tokenizer", str(tmp_path / "model")]
     page = tmp_path / "group.html"
     assert viewer.main([*asked, "--html", str(page)]) == 0
-    text = page.read_text()
-    found = re.findall(
-        r'(.)<img alt="image 6 x 5" [^>]*src="data:image/png;base64,([^"]*)">(.)', text
-    )
-    ((before, png, after),) = found  # between the first token and the third
-    assert before not in ">\n" and after not in "<\n"
-    pixels = numpy.array(Image.open(io.BytesIO(base64.b64decode(png))))
+    assert "<img" not in page.read_text()
+    (group,) = part_of(page, "rollouts-0-0")["groups"]
+    before, png, after = group["prompt"]  # between the first token and the third
+    assert isinstance(before, str) and isinstance(after, str) and png["label"] == "image 6 x 5"
+    pixels = numpy.array(Image.open(io.BytesIO(base64.b64decode(png["png"]))))
     assert numpy.array_equal(pixels, image(1).numpy())
-    assert text.count("[image]") == 1  # between turns
+    between_turns = [s["images"] for s in group["samples"] if s["images"]]
+    assert [[*one.values()] for one in between_turns] == [[{"label": "image", "png": ""}]]
     assert viewer.main([*asked, "--tokens"]) == 0
     out = capsys.readouterr().out
     assert out.count("[image 6 x 5]") == 1 and out.count("[image] (not sampled)") == 1

@@ -19,11 +19,11 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.files import AdapterFolder
+from spmdrl.report.recorded_groups import _decoder
 from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA, digest_line
 from spmdrl.tools.commands.ask import ask
 from spmdrl.tools.commands.view import main as view
 from spmdrl.tools.export.hf_folder import _make_classifier, _set_dtype
-from spmdrl.tools.rollouts.view import _decoder
 from tests.helpers.built import made, refused
 
 ODD = (b"[]", b"null", b"1", b'"x"', b"{", b"\xff\xfe\x00", b"[" * 3000, b"")

@@ -23,6 +23,7 @@ from spmdrl.check.settings import validate
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.columns import RouterRoutes
 from spmdrl.config import Config
+from spmdrl.report.recorded_groups import Branch, branches_of
 from spmdrl.rollout import recorder
 from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group
 from spmdrl.rollout.packing import pack_step
@@ -32,11 +33,11 @@ from spmdrl.rollout.replay_source import ReplaySource, check_recorded
 from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.same_run.differences import config_of as config_of_run
 from spmdrl.tools.commands import view as viewer
-from spmdrl.tools.rollouts.view import Branch, branches_of
 from spmdrl.types import Prompt, Rollouts, Scalars
 from spmdrl.workers.pool import RewardResult
 from tests.helpers.built import changed, made, refused, small_model
 from tests.helpers.drawn import trajectory
+from tests.helpers.pages import part_of, parts_of
 from tests.helpers.runs import TINY, metrics, run
 from tests.program.test_train import assert_same_end
 from tests.rollout.test_tree import compacted
@@ -461,7 +462,7 @@ def shown(tmp_path) -> Path:
 
 
 def test_the_viewer_lists_steps_groups_and_one_group(shown, capsys):
-    assert viewer.main([str(shown)]) == 0
+    assert viewer.main([str(shown), "--list-steps"]) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[:2] == ["0", "1"]
     assert viewer.main([str(shown), "--step", "1", "--sort", "reward", "--limit", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -483,31 +484,40 @@ def test_the_viewer_lists_steps_groups_and_one_group(shown, capsys):
     assert "reward failed (error: KeyError: x)" in capsys.readouterr().out
 
 
-def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
+def test_the_page_has_the_responses_of_all_steps_or_of_one_group(shown, capsys, tmp_path):
     page = tmp_path / "group.html"
-    asked = [str(shown), "--step", "1", "--group", "0", "--html", str(page)]
     small_model(tmp_path / "model", layers=1)
-    assert viewer.main([*asked, "--tokenizer", str(tmp_path / "model")]) == 0
-    text = page.read_text()
-    assert "what is &lt;0&gt;?" in text and "<script" not in text and "http" not in text
-    assert text.count("rgba(0, 150, 60, 0.600)") == 3 and text.count("rgba(210, 40, 40") == 1
-    assert 'title="id 2, logprob -2.0000, version 1, advantage 2.2"' in text
-    assert text.count('<span class="other">') == 1 and "tokens are printed as ids" not in text
-    step = [str(shown), "--step", "1", "--html", str(page)]
-    assert viewer.main(step) == 0
-    of_step = page.read_text()
-    assert [f'<details id="group{i}">' in of_step for i in range(5)] == [True] * 4 + [False]
-    assert of_step.count("<summary>group ") == of_step.count("</details>") == 4
-    assert of_step.count("rgba(0, 150, 60, 0.600)") >= 3 and "what is &lt;3&gt;?" in of_step
-    assert viewer.main([*asked, "--color", "logprob"]) == 0
-    assert "rgba(220, 120, 0, 0.240)" in page.read_text()  # 0.6 * 2 / 5
+    tokenizer = ["--tokenizer", str(tmp_path / "model")]
+    assert viewer.main([str(shown), *tokenizer]) == 0
+    assert f"wrote {shown / 'page.html'}" in capsys.readouterr().out
+    assert parts_of(shown / "page.html") == ["main", "rollouts-0-1", "rollouts-0-0"]
+    asked = [str(shown), "--step", "1", "--group", "0", "--html", str(page)]
+    assert viewer.main([*asked, *tokenizer]) == 0
+    assert parts_of(page) == ["main", "rollouts-0-1"]
+    step = part_of(page, "rollouts-0-1")
+    assert step["notes"] == [] and step["part_names"] == ["right", "brief"]
+    (group,) = step["groups"]
+    assert group["prompt"] == ["what is <0>?\n"] and group["row"] == 100
+    greedy, first, second = group["samples"]
+    assert greedy["sample"] == -1 and greedy["advantage"] is None and greedy["raw"] == 0.75
+    # Leave one out: the rewards after shaping are -2 and 0.2.
+    assert first["advantage"] == -2.2 and first["reward"] == -2.0 and first["raw"] == -1.0
+    assert second["advantage"] == 2.2 and second["truncated"] and second["turns"] == 2
+    assert second["mask"] == [[2, 1], [1, 0], [1, 1]] and second["tokens"] == [1, 2, 9, 3]
+    assert second["logprobs"] == [-0.5, -2.0, -0.3333]
+    assert second["versions"] == [[2, 1], [1, -1], [1, 2]]
+    assert {str(token) for token in second["tokens"]} <= step["vocabulary"].keys()
+    assert viewer.main(asked) == 0
+    step = part_of(page, "rollouts-0-1")
+    assert step["vocabulary"] == {} and step["groups"][0]["samples"][1]["text"]
+    assert "tokens are printed as ids" in step["notes"][0]
     assert viewer.main([*asked[:-1], str(tmp_path / "none" / "page.html")]) == 2
     error = capsys.readouterr().err
     assert "No such file" in error and "cannot be read" not in error
     (shown / "config.yaml").unlink()
-    assert viewer.main([*asked, "--color", "advantage"]) == 2
-    error = capsys.readouterr().err
-    assert "advantages are not available" in error and "config.yaml does not exist" in error
+    assert viewer.main(asked) == 0
+    notes = part_of(page, "rollouts-0-1")["notes"]
+    assert "advantages are not available" in notes[0] and "config.yaml does not exist" in notes[0]
 
 
 TREE = """
@@ -538,8 +548,9 @@ def test_the_viewer_draws_an_agents_episode_as_a_tree(tmp_path, capsys):
     assert TREE in drawn
     page = tmp_path / "group.html"
     assert viewer.main([*asked, "--html", str(page)]) == 0
-    assert page.read_text().count('<div style="margin-left: 2em">') == 1
-    assert page.read_text().count('<div style="margin-left: 0em">') == 2
+    samples = part_of(page, "rollouts-0-0")["groups"][0]["samples"]
+    traces = [(s["trace"], s["parent"], s["depth"], s["start"]) for s in samples if "depth" in s]
+    assert traces == [(0, None, 0, 0), (1, None, 0, 0), (2, 1, 1, 4)]
 
 
 def test_samples_that_begin_with_the_same_token_are_branches_of_their_own():

@@ -1,92 +1,185 @@
-"""Look at recorded rollouts: a folder's steps, a step's groups, one group's responses.
+"""Write a page of runs: curves, time, rollouts, settings; or show rollouts as text.
 
-    python -m spmdrl view runs/mine
+    python -m spmdrl view runs/mine                                # writes runs/mine/page.html
+    python -m spmdrl view runs/mine runs/other --html both.html    # several runs over each other
+    python -m spmdrl view runs/mine --follow                       # again and again while it trains
+    python -m spmdrl view runs/mine --list-steps
     python -m spmdrl view runs/mine --step 12 --sort spread
     python -m spmdrl view runs/mine --step 12 --group 3 --tokens
-    python -m spmdrl view runs/mine --step 12 --group 3 --html group.html
-    python -m spmdrl view runs/mine --step 12 --html step.html
 
-A run records them by rollout.record; see docs/rollouts.md.
+A run records rollouts by rollout.record; see docs/rollouts.md.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import time
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 from spmdrl.imports import refusing
-from spmdrl.run_folder import write_file
+from spmdrl.report.recorded_groups import GroupReader, summaries
 from spmdrl.tools.commands import run_command
-from spmdrl.tools.rollouts.html import page
 from spmdrl.tools.rollouts.terminal import group_text, groups_text, steps_text
-from spmdrl.tools.rollouts.view import read_groups, summaries
+
+if TYPE_CHECKING:
+    from spmdrl.report.page.write import RunPage
+
+_FOLLOW_S = 5.0
 
 
 def view(
-    folder: Annotated[Path, tyro.conf.Positional],
+    runs: Annotated[list[Path], tyro.conf.Positional],
     *,
+    html: Path | None = None,
+    follow: bool = False,
+    limit_mib: float = 64.0,
+    list_steps: bool = False,
     step: int | None = None,
     group: int | None = None,
     sort: Literal["", "length", "reward", "spread"] = "",
     limit: int = 40,
     tokens: bool = False,
-    html: Path | None = None,
-    color: Literal["", "advantage", "logprob"] = "",
     tokenizer: str = "",
     trust_remote_code: bool = False,
     trust_run: bool = False,
 ) -> str:
-    """Look at recorded rollouts: a folder's steps, a step's groups, one group's responses.
+    """Write the page of one or more runs; or show recorded rollouts of one as text.
 
     Args:
-        folder: output_dir of a run, or a folder of rollouts.
+        runs: output_dir of each, or a folder of rollouts.
+        html: the page to write; by default page.html in the first run's folder. With --step,
+            the page has the rollouts of that step alone.
+        follow: write the page again every few seconds until the runs have done all their steps.
+        limit_mib: MiB of rollouts and timelines on the page; steps that show most come first.
+        list_steps: list the recorded steps.
         step: list its groups.
         group: show its responses; needs --step.
         sort: order of the groups, largest first; by number if left out.
         limit: groups to list.
         tokens: token by token, with logprobs.
-        html: write the group, or all of the step, as a page with coloured tokens.
-        color: of the page's tokens; advantage if it is known.
         tokenizer: folder of the tokenizer, if not the run's.
         trust_remote_code: run Python code of the tokenizer's folder.
         trust_run: run the advantage that the run's config names.
     Returns: the text to print.
     Raises: Refusal for a folder, step or group that does not exist.
     """
-    from spmdrl.rollout.recordings import find_recorded, reading
-
     for flag, asked, needs, given in (
         ("--group", group is not None, "--step", step is not None),
-        ("--html", html is not None, "--step", step is not None),
         ("--tokens", tokens, "--step and --group", group is not None),
     ):
         if asked and not given:
             raise Refusal(f"{flag} needs {needs}")
+    trusts = dict(trust_remote_code=trust_remote_code, trust_run=trust_run)
+    if html is None and (list_steps or step is not None):
+        if len(runs) != 1:
+            raise Refusal(f"--list-steps and --step show one run; {len(runs)} are named")
+        return _text(runs[0], step, group, tokens, sort, limit, tokenizer=tokenizer, **trusts)
+    choice = dict(step=step, group=group, tokenizer=tokenizer, **trusts)
+    return _page(runs, html, follow=follow, limit_mib=limit_mib, choice=choice)
+
+
+def _text(
+    folder: Path,
+    step: int | None,
+    group: int | None,
+    tokens: bool,
+    sort: str,
+    limit: int,
+    **options: Any,
+) -> str:
+    """Return a folder's steps, a step's groups or one group as text."""
+    from spmdrl.rollout.recordings import find_recorded, reading
+
     recorded = find_recorded(folder)
     with reading(recorded.folder):
         if step is None:
             return steps_text(recorded)
-        if group is None and html is None:
+        if group is None:
             return groups_text(summaries(recorded, step), sort=sort, limit=limit)
-        views = read_groups(
-            recorded,
-            step,
-            group,
-            tokenizer=tokenizer,
-            needs_text=tokens or html is not None,
-            trust_remote_code=trust_remote_code,
-            trust_run=trust_run,
-        )
-        text = page(views, color=color) if html else group_text(views[0], tokens=tokens)
-    if html is None:
-        return text
-    with refusing(f"--html {html}: no page can be written there", OSError):
-        write_file(html, text.encode(errors="replace"))
-    return f"wrote {html}"
+        (found,) = GroupReader(recorded, needs_text=tokens, **options).read(step, group)
+        return group_text(found, tokens=tokens)
+
+
+def _page(
+    runs: list[Path], html: Path | None, *, follow: bool, limit_mib: float, choice: dict[str, Any]
+) -> str:
+    """Write the page and return a text that says where it is.
+
+    Args:
+        choice: fields of `RolloutChoice`.
+    Raises: Refusal for a folder that is no run's, and a page that cannot be written.
+    """
+    from spmdrl.report.page.write import PAGE, PageLimits, RolloutChoice, RunPage
+
+    if not runs:
+        raise Refusal("name the output_dir of at least one run")
+    for run in runs:
+        _check_run(run)
+    if not limit_mib > 0:
+        raise Refusal(f"--limit-mib {limit_mib:g}: expected a number above 0")
+    out = html or runs[0] / PAGE
+    page = RunPage(
+        runs,
+        limits=PageLimits(mib=limit_mib),
+        choice=RolloutChoice(**choice),
+        plan_of=cache(_plan_of),
+    )
+    with refusing(f"--html {out}: no page can be written there", OSError):
+        if follow:
+            _follow(page, out)
+        left_out = page.write(out)
+    hint = f"\n{left_out}; --limit-mib takes more" if left_out else ""
+    return f"wrote {out}{hint}"
+
+
+def _check_run(folder: Path) -> None:
+    """Raises: Refusal for a folder in which nothing is of a run."""
+    from spmdrl.rollout.recordings import find_recorded
+
+    if not any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl")):
+        find_recorded(folder)
+
+
+def _follow(page: RunPage, out: Path) -> None:
+    """Write the page every few seconds until the runs have done all steps, or Ctrl-C."""
+    say(f"writing {out} every {_FOLLOW_S:g} s; Ctrl-C ends", flush=True)
+    try:
+        while True:
+            page.write(out, reload_s=_FOLLOW_S)
+            if page.is_done:
+                return
+            time.sleep(_FOLLOW_S)
+    except KeyboardInterrupt:
+        return
+
+
+def _plan_of(folder: Path) -> dict[str, Any]:
+    """Return the planned bytes of a run's rank by cause. Raises: Refusal if there is no plan."""
+    from dataclasses import replace
+
+    from spmdrl.config.files import load_yaml
+    from spmdrl.model.load import build_meta_model
+    from spmdrl.model.model_shape import with_known_shape
+    from spmdrl.tools.plan.measured_run import read_run
+    from spmdrl.tools.plan.run import rates_of, run_of_model
+    from spmdrl.tools.plan.search import make_plan
+    from spmdrl.tools.plan.text import as_dict
+    from spmdrl.world.axes import axes_of
+
+    cfg = with_known_shape(load_yaml(folder / "config.yaml"))
+    measured = read_run(folder)
+    rates = rates_of(measured.gpu or "H100")
+    run = run_of_model(
+        replace(cfg, layout=replace(cfg.layout, device="cuda" if measured.gpu else "cpu")),
+        build_meta_model(cfg.model),
+        prompt_tokens=measured.prompt_tokens,
+        response_tokens=measured.response_tokens,
+    )
+    return as_dict(make_plan(run, axes_of(cfg), rates=rates), rates=rates)
 
 
 main = partial(run_command, "view", view)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from spmdrl.tools.rollouts.view import RecordedResponse, Summary, View, summaries
+from spmdrl.report.recorded_groups import RecordedResponse, Summary, View, summaries
 
 if TYPE_CHECKING:
     from spmdrl.data.attachments import Preview

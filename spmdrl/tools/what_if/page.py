@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from spmdrl.report.recorded_groups import GroupReader, View
 from spmdrl.rollout.recordings import RecordedSteps
-from spmdrl.tools.rollouts.html import DOWN, UP, Paint, document, prompt_part, tokens_part
 from spmdrl.tools.rollouts.terminal import title
-from spmdrl.tools.rollouts.view import View, read_groups
+from spmdrl.tools.what_if.html import DOWN, UP, Paint, document, prompt_part, tokens_part
 from spmdrl.tools.what_if.run import Outcome, StepOutcomes
 from spmdrl.tools.what_if.text import COLUMNS, about, most_disputed, push_text, row
 
@@ -43,18 +43,17 @@ def page(
         trust_run: run the advantage function that the run's config names.
     """
     body = ["<h1>what if</h1>", f"<p>{_LEGEND}</p>"]
+    reader = GroupReader(
+        recorded,
+        tokenizer=tokenizer,
+        needs_text=True,
+        trust_remote_code=trust_remote_code,
+        trust_run=trust_run,
+    )
     for step in steps:
         body += _table(step)
         for one in most_disputed(step, limit=limit):
-            (view,) = read_groups(
-                recorded,
-                step.step,
-                one["group"],
-                tokenizer=tokenizer,
-                needs_text=True,
-                trust_remote_code=trust_remote_code,
-                trust_run=trust_run,
-            )
+            (view,) = reader.read(step.step, one["group"])
             body += _sample(one, view, step)
     return document("what if", body)
 

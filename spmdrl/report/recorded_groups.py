@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -181,73 +182,102 @@ def advantages(
     return dict(zip(places, values.tolist()))
 
 
-def read_groups(
-    recorded: RecordedSteps,
-    step: int,
-    group: int | None,
-    *,
-    tokenizer: str = "",
-    needs_text: bool = False,
-    trust_remote_code: bool = False,
-    trust_run: bool = False,
-) -> list[View]:
-    """Return one group of a step with all its responses, or all groups by number.
+class GroupReader:
+    """Reads groups of a run's recorded steps; config and tokenizer are loaded once.
 
     Without the `trust` flags, code that the config names runs only for this user's own runs, see
     `own_runs`.
 
     Args:
-        group: its number; None for all.
+        recorded: the run's recorded steps.
         tokenizer: folder or hub name; empty: that of the run.
         needs_text: load the tokenizer and decode each token.
         trust_remote_code: run Python code of the tokenizer's folder.
         trust_run: run a user's advantage function that the run's config names.
-    Raises: Refusal for a step or group that was not recorded, with those that were.
     """
-    from spmdrl.rollout.recordings import ranges, read_header, read_table
 
-    files = recorded.files_of(step)
-    tables = [read_table(path, group=group, without_features=True) for path in files]
-    rows = [row for table in tables for row in table.to_pylist()]
-    if not rows:
-        others = {one.group for one in summaries(recorded, step)}
-        raise Refusal(
-            f"step {step} of {recorded.folder} has no group {group}; it has groups {ranges(others)}"
-        )
-    path = recorded.folder.resolve().parent / "config.yaml"
-    cfg, error = attempt(lambda: load_yaml(path))  # None if the file is missing
-    known = None
-    is_yours = cfg is not None and is_own(path)[0]
-    if cfg:
-        trusts = trust_run or is_yours
-        known, error = attempt(lambda: advantages(recorded, step, cfg, trusts=trusts))
-    notes = [f"advantages are not available: {error}"] if error else []
-    header = read_header(files[0])
-    if header["is_partial"]:
-        notes.append("rewards do not include those of reward models, and are not shaped")
-    decode = None
-    if needs_text or any(row["trace"] for row in rows):
-        trusts = trust_remote_code
+    def __init__(
+        self,
+        recorded: RecordedSteps,
+        *,
+        tokenizer: str = "",
+        needs_text: bool = False,
+        trust_remote_code: bool = False,
+        trust_run: bool = False,
+    ):
+        self.recorded = recorded
+        self._name = tokenizer
+        self._needs_text = needs_text
+        self._texts: dict[int, str] = {}
+        path = recorded.folder.resolve().parent / "config.yaml"
+        cfg, error = attempt(lambda: load_yaml(path))
+        self._cfg: Config | None = cfg
+        self._config_error = error
+        is_yours = cfg is not None and is_own(path)[0]
+        self._trusts_run = trust_run or is_yours
+        self._trusts_code = trust_remote_code
         if cfg and is_yours and not tokenizer:
-            trusts |= cfg.model.trust_remote_code
-        decode, error = attempt(lambda: _decoder(cfg, tokenizer, trusts=trusts))
-        notes += [f"tokens are printed as ids: {error}"] if error else []
-    rows.sort(key=itemgetter("group", "sample", "trace"))
-    return [
-        View(step, number, header, _answers(list(group_rows), known or {}, decode), notes)
-        for number, group_rows in groupby(rows, key=_GROUP)
-    ]
+            self._trusts_code |= cfg.model.trust_remote_code
+
+    def read(self, step: int, group: int | None) -> list[View]:
+        """Return one group of a step with all its responses, or all groups by number.
+
+        Args:
+            group: its number; None for all.
+        Raises: Refusal for a step or group that was not recorded, with those that were.
+        """
+        from spmdrl.rollout.recordings import ranges, read_header, read_table
+
+        recorded = self.recorded
+        files = recorded.files_of(step)
+        tables = [read_table(path, group=group, without_features=True) for path in files]
+        rows = [row for table in tables for row in table.to_pylist()]
+        if not rows:
+            others = {one.group for one in summaries(recorded, step)}
+            raise Refusal(
+                f"step {step} of {recorded.folder} has no group {group}; it has groups "
+                f"{ranges(others)}"
+            )
+        known, error = self._advantages(step)
+        notes = [f"advantages are not available: {error}"] if error else []
+        header = read_header(files[0])
+        if header["is_partial"]:
+            notes.append("rewards do not include those of reward models, and are not shaped")
+        decode = None
+        if self._needs_text or any(row["trace"] for row in rows):
+            decode, error = self._decoder
+            notes += [f"tokens are printed as ids: {error}"] if error else []
+        rows.sort(key=itemgetter("group", "sample", "trace"))
+        return [
+            View(step, number, header, _answers([*own], known or {}, decode, self._texts), notes)
+            for number, own in groupby(rows, key=_GROUP)
+        ]
+
+    def _advantages(
+        self, step: int
+    ) -> tuple[dict[tuple[int, int], float] | None, BaseException | None]:
+        cfg = self._cfg
+        if cfg is None:
+            return None, self._config_error
+        return attempt(lambda: advantages(self.recorded, step, cfg, trusts=self._trusts_run))
+
+    @cached_property
+    def _decoder(self) -> tuple[Callable[[list[int]], str], None] | tuple[None, BaseException]:
+        """The function from token ids to text, or why there is none."""
+        return attempt(lambda: _decoder(self._cfg, self._name, trusts=self._trusts_code))
 
 
 def _answers(
     rows: list[dict[str, Any]],
     known: dict[tuple[int, int], float],
     decode: Callable[[list[int]], str] | None,
+    texts: dict[int, str],
 ) -> list[RecordedResponse]:
     """Return the responses of a group's rows.
 
     Args:
         known: advantages, {(group, sample): advantage}.
+        texts: {token: its text}, to which tokens are added.
     """
     from spmdrl.data.attachments import previews_of
 
@@ -255,13 +285,21 @@ def _answers(
         RecordedResponse(
             row,
             known.get((row["group"], row["sample"])),
-            [decode([token]) for token in row["tokens"]] if decode else None,
+            _pieces(row["tokens"], decode, texts) if decode else None,
             images,
             _prompt(row, images, decode),
             branch,
         )
         for row, images, branch in zip(rows, previews_of(rows), branches_of(rows))
     ]
+
+
+def _pieces(
+    tokens: Sequence[int], decode: Callable[[list[int]], str], texts: dict[int, str]
+) -> list[str]:
+    for token in {*tokens} - texts.keys():
+        texts[token] = decode([token])
+    return [texts[token] for token in tokens]
 
 
 def branches_of(rows: Sequence[Mapping[str, Any]]) -> list[Branch | None]:
