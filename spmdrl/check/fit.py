@@ -418,8 +418,8 @@ def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool
     if counts.mixers and kernels.compile:
         yield (
             f"model.kernels.compile: true with a {counts.model_type}, whose "
-            f"{', '.join(counts.mixers)} computes one sequence per row, in as many parts as the "
-            f"lengths ask for; set it to false {at}"
+            f"{', '.join(counts.mixers)} computes in as many parts as the lengths ask for; set it "
+            f"to false {at}"
         )
     if counts.experts and kernels.compile:
         # Inductor of torch 2.13 crashes in their backward pass on the CPU.

@@ -8,9 +8,10 @@ config.json files of some well-known models are in `shapes/`, for planning witho
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -136,7 +137,7 @@ class ModelCounts:
     has_own_experts: bool = False  # computed by the model's own code, which is not known here
     other: tuple[tuple[str, int], ...] = ()  # (weight and dim, size) that tp also divides
     unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
-    mixers: tuple[str, ...] = ()  # kinds of layers that compute one sequence per row
+    mixers: tuple[str, ...] = ()  # kinds of layers that mix tokens otherwise than by attention
     bidirectional_images: bool = False  # the tokens of an image attend to each other
     leak: str = ""  # why packed sequences would attend to each other
     tp_problem: str = ""  # why it cannot be tensor-parallel over any number of ranks
@@ -252,12 +253,13 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         return math.gcd(*values)
 
     support = packing_support(hf_model)
-    mixers = {
-        type(hf_model.get_submodule(name)).__name__
-        for names in support.mixers.values()
-        for name in names
-    }
-    unsliced = sorted(mixers)
+
+    def kinds(layers: Mapping[str, Sequence[str]]) -> list[str]:
+        names = itertools.chain(*layers.values())
+        return sorted({type(hf_model.get_submodule(name)).__name__ for name in names})
+
+    padded = kinds(support.mixers)
+    unsliced = [*padded]
     if support.chunk:
         unsliced.append("attention within chunks")
     has_mlp = len(mixtures(hf_model)) < len(blocks(hf_model))
@@ -270,10 +272,10 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         experts=next(filter(None, map(count, _EXPERTS)), 0),
         has_own_experts=not experts_modules(hf_model),
         unsliced=tuple(unsliced),
-        mixers=tuple(sorted(mixers)),
+        mixers=tuple(sorted({*padded, *kinds(support.states)})),
         bidirectional_images=has_bidirectional_images(hf_model),
         leak=support.reasons[0] if support.reasons else "",
-        tp_problem=f"its {min(mixers)} is not cut" if mixers else tp_problem(hf_model),
+        tp_problem=f"its {padded[0]} is not cut" if padded else tp_problem(hf_model),
     )
     return replace(counts, other=_other_sizes(hf_model, known=counts.cut_by_tp.values()))
 

@@ -306,7 +306,7 @@ def test_each_model_that_cannot_share_prefixes_is_named_with_its_layer(
     named = json.loads(json.dumps(changes).replace("STATE", folder))
     cfg = changed(config(shards, tmp_path, batch={"group_size": 8}), **named)
     found = dry_run.shared_prefixes(cfg)
-    why = "layers.0.linear_attn computes one sequence per row"
+    why = "layers.0.linear_attn begins each sequence with an empty state"
     assert found.startswith(f"each sequence is computed whole: {field} {folder}: model.{why}")
     assert found.endswith(f"; others could share: model.path {shards}")
     run = run_of_model(cfg, build_policy(cfg), prompt_tokens=0, response_tokens=0)

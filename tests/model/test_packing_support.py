@@ -53,18 +53,20 @@ SEEN: dict[str, tuple[dict[str, Any], list[MaskPattern]]] = {
         [MaskPattern(chunk=8), MaskPattern()],
     ),
 }
-MIXERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+STATES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mamba2": ({}, ["Mamba2Mixer", "Mamba2Mixer"]),
     "qwen3_next": ({"layer_types": HYBRID}, ["Qwen3NextGatedDeltaNet"]),
     "qwen3_5_text": ({"layer_types": HYBRID}, ["Qwen3_5GatedDeltaNet"]),
     "falcon_h1": ({}, ["FalconH1Mixer", "FalconH1Mixer"]),
-    "minimax": ({"layer_types": HYBRID}, ["MiniMaxLightningAttention"]),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, ["Lfm2ShortConv"]),
+    "bamba": ({"attn_layer_indices": [1]}, ["BambaMixer"]),  # its blocks give pairs
+}
+MIXERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "minimax": ({"layer_types": HYBRID}, ["MiniMaxLightningAttention"]),
     "mamba": ({}, ["MambaMixer", "MambaMixer"]),
     "falcon": ({}, ["FalconAttention", "FalconAttention"]),
     "gptj": ({}, ["GPTJAttention", "GPTJAttention"]),
     "mpt": ({}, ["MptAttention", "MptAttention"]),
-    "bamba": ({"attn_layer_indices": [1]}, ["BambaMixer"]),  # its blocks give pairs
 }
 
 
@@ -117,6 +119,18 @@ def test_layers_that_are_no_attention_compute_one_sequence_per_row(family):
     names = [name for own in found.mixers.values() for name in own]
     assert [type(model.get_submodule(name)).__name__ for name in names] == kinds
     assert found.unshared == f"{names[0]} computes one sequence per row"
+    assert not found.states
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_layers_with_a_state_clear_it_where_a_sequence_begins(family):
+    fields, kinds = STATES[family]
+    model = meta_model(family, **fields)
+    found = packing_support(model)
+    assert not found.reasons and not found.mixers
+    names = [name for own in found.states.values() for name in own]
+    assert [type(model.get_submodule(name)).__name__ for name in names] == kinds
+    assert found.unshared == f"{names[0]} begins each sequence with an empty state"
 
 
 def test_attention_by_code_of_its_own_is_given_the_mask_and_biases_that_its_model_makes():

@@ -120,11 +120,14 @@ def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
 
 
 def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded():
-    model = model_of("qwen3_next")
+    kinds = ["linear_attention", "full_attention"]
+    model = model_of("granitemoehybrid", layer_types=kinds)
     assert tp_problem(model) == (
         "experts and latent attention need tokens sharded between layers, which cannot be done "
-        "with Qwen3NextForCausalLM: model.layers.0.linear_attn is neither attention, MLP nor norm"
+        "with GraniteMoeHybridForCausalLM: model.layers.0.shared_mlp is neither attention, MLP nor "
+        "norm"
     )
+    assert tp_problem(model_of("qwen3_next", layer_types=kinds)) == ""
     assert tp_problem(model_of("deepseek_v3")) == ""
     whole = model_of("gpt_neox")  # dense: it has all tokens on every rank, if it has a plan
     whole._tp_plan = {"gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise"}
@@ -137,7 +140,7 @@ def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded
     [
         ("phimoe", "PhimoeForCausalLM has no tensor-parallel plan of its own"),
         ("gemma3n_text", "module model.layers.0.mlp (Gemma3nTextMLP) drops activations by"),
-        ("qwen3_next", "its Qwen3NextGatedDeltaNet is not cut"),
+        ("minimax", "its MiniMaxLightningAttention is not cut"),
     ],
 )
 def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):

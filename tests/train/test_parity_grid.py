@@ -22,6 +22,8 @@ from spmdrl.config import BatchSettings, Config
 from spmdrl.model.divisibility import misfits
 from spmdrl.model.model_shape import ModelCounts
 from spmdrl.model.tensor_parts import like
+from spmdrl.tools.small_models.families import family_config
+from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 from spmdrl.types import Batch
 from spmdrl.world.axes import Axes
 from tests.helpers.comparing import whole
@@ -59,6 +61,7 @@ class Row:
 
 
 _UNEVEN = {"hidden_size": 48, "heads": 6, "kv_heads": 3}  # neither cp 4 nor cp 2 * tp 2 divides
+_WITH_STATE = ("qwen3_5_text", "nemotron_h", "lfm2")
 _MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 _GPT_OSS = {"architecture": "gpt_oss", "hf_config": {"sliding_window": 6}}
 _RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
@@ -144,6 +147,12 @@ ROWS = {
     "deepseek_v3, balancing bias": Row(
         ("tp4 ep4",), architecture="deepseek_v3", model={"moe": {"balance": "bias", "rate": 0.02}}
     ),
+    # Layers with a state: gated delta nets, Mamba 2 with experts, short convolutions.
+    "qwen3_5": Row(("cp2 tp2",), architecture="qwen3_5_text"),
+    "nemotron_h, checkpointing": Row(
+        ("shard2 tp2 ep2",), architecture="nemotron_h", model=_RECOMPUTED
+    ),
+    "lora, lfm2": Row(("cp2 tp2",), architecture="lfm2", model={"lora": {"rank": 3}}),
 }
 DEFAULT = [(row, mesh) for row in ROWS for mesh in ROWS[row].meshes]
 
@@ -237,7 +246,7 @@ def _gaps(ours: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     for step, (a, b) in enumerate(zip(ours["sums"], reference["sums"])):
         if (a.keys() ^ b.keys()) - {"perf/computed_frac"}:
             return [f"other metrics: {a.keys() ^ b.keys()}"]
-        computed, tokens = a["perf/computed_frac"]
+        computed, tokens = a.get("perf/computed_frac", (1, 1))  # none without prefixes to share
         for name, (total, count) in b.items():
             if name == "perf/trainer_flops" and computed < tokens:
                 continue
@@ -287,7 +296,11 @@ def _results(where: Path, cells: list[tuple[str, str]]) -> dict[tuple, list[str]
 def _config(where: Path, row: Row) -> Config:
     std = {"initializer_std": 0.1} if row.architecture in _MIXTURES else {}
     sizes = std | row.sizes
-    folder = small_model(where, architecture=row.architecture, hf_config=row.hf_config, **sizes)
+    folder = where / "model"
+    if row.architecture in _WITH_STATE:
+        tiny_model(shrunk(family_config(row.architecture)), folder)
+    else:
+        small_model(where, architecture=row.architecture, hf_config=row.hf_config, **sizes)
     model = row.model
     if row.options.get("objective") == "distill":
         model = model | {"teacher": str(small_model(where, "teacher", seed=1))}

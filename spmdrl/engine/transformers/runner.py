@@ -170,7 +170,8 @@ class ModelRunner:
     def _is_cached(self) -> bool:
         """Whether keys and values are cached. They are not in a model with layers that keep
         another state, which is not cached: every step computes all tokens of its sequences."""
-        return not self._packing_support.mixers
+        support = self._packing_support
+        return not (support.mixers or support.states)
 
     def _fitting_slots(self, slot_tokens: int) -> int:
         engine = self._cfg.engine

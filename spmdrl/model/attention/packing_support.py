@@ -4,9 +4,11 @@ A row holds several sequences. A layer must not mix tokens of different sequence
 
 - Attention that goes through transformers' attention interface calls our kernel, which knows where
   sequences begin. A layer's masks say which tokens it may attend to (mask_patterns.py).
-- Other layers that mix tokens do not know about packing: state-space models, short convolutions,
-  linear attention, attention by the model's own code. They compute one sequence per row, padded at
-  its end. They are causal, so no token sees the padding.
+- Layers with a state whose functions we replace clear it where a sequence begins: gated delta nets,
+  Mamba 2, short convolutions (packed_states.py).
+- Other layers that mix tokens do not know about packing: Mamba 1, lightning attention, attention by
+  the model's own code. They compute one sequence per row, padded at its end. They are causal, so no
+  token sees the padding.
 - A model with any other layer that mixes tokens is refused by name.
 
 Layers get a `packing` as a keyword argument. Where a model or a block does not pass it on, a hook
@@ -42,8 +44,11 @@ from spmdrl.model.attention.mask_patterns import (
     register_placeholder_masks,
     visible,
 )
+from spmdrl.model.attention.packed_states import supports_packed_states, with_packed_states
 from spmdrl.model.attention.packing import Packing, pad, unpad
 from spmdrl.model.blocks import base_of, blocks
+from spmdrl.model.parallel.row_slices import SlicedPacking
+from spmdrl.model.parallel.state_exchange import StateRow
 from spmdrl.model.transformers_internals import attention_implementation
 from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.torch_internals import tree_leaves, tree_map
@@ -94,6 +99,8 @@ class PackingSupport:
     """{attention that goes through transformers' interface: which tokens it attends to}."""
     mixers: dict[str, list[str]] = field(default_factory=dict)
     """{block: its modules that compute one sequence per row}."""
+    states: dict[str, list[str]] = field(default_factory=dict)
+    """{block: its modules that keep a state, and clear it where a sequence begins}."""
     reasons: list[str] = field(default_factory=list)
     """Why the model cannot compute packed rows; empty if it can."""
     temperatures: dict[str, Temperature] = field(default_factory=dict)
@@ -113,9 +120,10 @@ class PackingSupport:
     @property
     def unshared(self) -> str:
         """Return why a common prefix cannot be computed once; empty if it can."""
-        if self.mixers:
-            first = next(iter(self.mixers.values()))[0]
-            return f"{first} computes one sequence per row"
+        for name in itertools.chain(*self.mixers.values()):
+            return f"{name} computes one sequence per row"
+        for name in itertools.chain(*self.states.values()):
+            return f"{name} begins each sequence with an empty state"
         for name, pattern in self.mask_patterns.items():
             if pattern.chunk is not None:
                 return f"{name} attends within chunks of {pattern.chunk} tokens"
@@ -180,10 +188,19 @@ def enable_packing(hf_model: nn.Module) -> PackingSupport:
         mixer.forward = partial(  # type: ignore[assignment]
             _by_rows, mixer, mixer.forward, attention=attention
         )
+    for name in itertools.chain(*found.states.values()):
+        mixer = hf_model.get_submodule(name)
+        mixer.forward = partial(  # type: ignore[assignment]
+            _in_one_row, with_packed_states(mixer, partial(_stored_row, mixer))
+        )
     for name in itertools.chain(*found.attention_without_packing.values()):
         hf_model.get_submodule(name).register_forward_pre_hook(_add_packing, with_kwargs=True)
     for name, block in blocks(hf_model).items():
-        parts = [*found.mixers.get(name, ()), *found.attention_without_packing.get(name, ())]
+        parts = [
+            *found.mixers.get(name, ()),
+            *found.states.get(name, ()),
+            *found.attention_without_packing.get(name, ()),
+        ]
         if parts or name in found.blocks_without_packing:
             modules = [hf_model.get_submodule(part) for part in parts]
             # At each call of the block, so that a recomputation has the packing of its own row.
@@ -240,6 +257,9 @@ def _read_block(
         found.mask_patterns[f"{name}.{part}"] = pattern or MaskPattern()
         yield from _attention_problems(f"{name}.{part}", attention, found)
     for part in mixing_parts:
+        if supports_packed_states(block.get_submodule(part)):
+            found.states.setdefault(name, []).append(f"{name}.{part}")
+            continue
         found.mixers.setdefault(name, []).append(f"{name}.{part}")
         if pattern and not attention_parts:
             found.own_attention[f"{name}.{part}"] = OwnAttention(pattern, _biases(inputs))
@@ -450,6 +470,24 @@ def _with_placeholder_masks(
         return forward(*args, **kwargs)
 
 
+def _stored_packing(mixer: Any) -> Packing | SlicedPacking:
+    """Return the packing of the row that a layer computes."""
+    arguments = mixer.packing_arguments
+    packing = arguments["packing"] if "packing" in arguments else arguments["work"].packing
+    return packing
+
+
+def _stored_row(mixer: Any) -> StateRow:
+    """Return the row, all or a part of which a layer with a state computes."""
+    return StateRow.of(_stored_packing(mixer), vars(mixer).get("tensor_group"))
+
+
+def _in_one_row(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute a layer with a state, without the packing arguments, which it may not know."""
+    known = {name: value for name, value in kwargs.items() if name not in _PACKING_ARGUMENTS}
+    return forward(*args, **known)
+
+
 def _by_rows(
     mixer: nn.Module,
     forward: Callable[..., Any],
@@ -472,8 +510,7 @@ def _by_rows(
     Returns: what the layer does, with None for each output after the first: these are of padded
         rows (attention weights, a last state), and a model that computes with them fails.
     """
-    arguments = mixer.packing_arguments
-    packing = arguments["packing"] if "packing" in arguments else arguments["work"].packing
+    packing = _stored_packing(mixer)
     assert isinstance(packing, Packing) and packing.keys is None, "a state begins with its sequence"
     # Without self and hidden_states.
     names = [*inspect.signature(type(mixer).forward).parameters][2:]

@@ -75,3 +75,10 @@ def scattered_sum(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
     not depend on the algorithm of a collective.
     """
     return swapped(blocks, group).sum(dim=0, dtype=torch.float32).to(blocks.dtype)
+
+
+swap = with_gradient(swapped, swapped)
+"""[R, ...]: block r is sent to rank r, and the block of rank r is received at index r. The backward
+pass sends gradients back."""
+gather = with_gradient(gathered, scattered_sum)
+"""A rank's [...] to all ranks' [R, ...]; the backward pass adds up the gradients."""

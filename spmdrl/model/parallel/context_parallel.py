@@ -33,17 +33,11 @@ from spmdrl.model.attention.kernels import KERNELS, check_supported
 from spmdrl.model.attention.mask_patterns import mask_pattern_of
 from spmdrl.model.attention.packing import Packing
 from spmdrl.model.parallel import ring_attention as ring
-from spmdrl.model.parallel.collectives import gathered, scattered_sum, swapped, with_gradient
+from spmdrl.model.parallel.collectives import gather, swap
 from spmdrl.model.parallel.row_slices import SlicedPacking
 from spmdrl.model.tensor_parts import to_local
 
 Kernel = Callable[..., tuple[Tensor, None]]
-
-_swap = with_gradient(swapped, swapped)
-"""[R, ...]: block r is sent to rank r, and the block of rank r is received at index r. The backward
-pass sends gradients back."""
-_gather = with_gradient(gathered, scattered_sum)
-"""A rank's [...] to all ranks' [R, ...]; the backward pass adds up the gradients."""
 
 
 def in_row_order(slices: Tensor) -> Tensor:
@@ -120,14 +114,14 @@ def _ulysses(
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
     q, k, v = (
-        in_row_order(_swap(x.squeeze(0).unflatten(0, (size, -1)), group))[None]
+        in_row_order(swap(x.squeeze(0).unflatten(0, (size, -1)), group))[None]
         for x in (query, key, value)
     )
     sinks = attend.sinks
     if sinks is not None:
         sinks = sinks.unflatten(0, (size, -1))[dist.get_rank(group)]
     slices = by_rank(attend(q, k, v, packing.whole, sinks).squeeze(0).transpose(0, 1), size=size)
-    return _swap(slices, group).flatten(0, 1).transpose(0, 1)[None]
+    return swap(slices, group).flatten(0, 1).transpose(0, 1)[None]
 
 
 def _gathered(
@@ -168,7 +162,7 @@ def _gathered_heads(
     packing: SlicedPacking,
     attend: Attend,
 ) -> Tensor:
-    keys, values = (in_row_order(_gather(x.squeeze(0), packing.group))[None] for x in (key, value))
+    keys, values = (in_row_order(gather(x.squeeze(0), packing.group))[None] for x in (key, value))
     outputs = []
     for own, chunk in zip(query.chunk(2, dim=2), packing.chunks):
         seen = slice(chunk.first_key, chunk.end)

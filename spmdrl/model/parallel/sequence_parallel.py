@@ -4,7 +4,8 @@ A row-wise layer ends in a reduce-scatter, so that each tensor-parallel rank has
 tokens only. Norms and residuals are then computed and stored once instead of on every rank. The
 input of attention or MLP is gathered once for all of its projections. The bytes sent are those of
 tensor parallelism alone. A mixture of experts is computed for own tokens; every rank has the whole
-router and shared experts. Source: arXiv 2205.05198, section 4.2.2.
+router and shared experts. So are the projections of a layer with a state, whose ranks exchange
+tokens for heads in between (state_exchange.py). Source: arXiv 2205.05198, section 4.2.2.
 
 Shape letters: T tokens of a slice of the packed row, a multiple of the R tensor-parallel ranks; H.
 """
@@ -18,11 +19,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmdrl.model.attention.packed_states import supports_packed_states
 from spmdrl.model.blocks import base_of, blocks, mixtures
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, with_gradient
 from spmdrl.model.parallel.tp_plan import PARTIAL
 
-_PARTS = ("self_attn", "mlp")
+_PARTS = {"self_attn": "attention", "mlp": "MLP", "feed_forward": "MLP", "mixer": "either"}
+"""Names of a block's parts, and which part it is. Nemotron-H's blocks have one, `mixer`."""
 
 
 def _all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -64,17 +67,22 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
     for place, block in inside.items():
         for name, child in block.named_children():
             where = f"{place}.{name}"
-            if where in apart:
+            if where in apart or supports_packed_states(child):
                 continue
             if name not in _PARTS and not _is_norm(child):
                 return f"{where} is neither attention, MLP nor norm"
             if name in _PARTS and (key := _unsplit(child, where, styles)):
                 return f"{where}.{key} is not split"
-        # A mixture of experts that is not named mlp counts as the MLP.
-        parts = [part for part in _PARTS if hasattr(block, part)]
-        has_mixture = any(f"{place}.{n}" in apart for n, _ in block.named_children())
-        if len(parts) + (has_mixture and "mlp" not in parts) < len(_PARTS):
-            return f"{place} has no {' or no '.join(_PARTS)}"
+        # A mixture of experts that is not named mlp counts as the MLP, a layer with a state as
+        # attention.
+        parts = {kind for part, kind in _PARTS.items() if hasattr(block, part)}
+        for name, child in block.named_children():
+            if f"{place}.{name}" in apart:
+                parts.add("MLP")
+            if supports_packed_states(child):
+                parts.add("attention")
+        if len(parts) < 2 and not hasattr(block, "mixer"):
+            return f"{place} has no attention or no MLP"
     embedding = hf_model.get_input_embeddings()
     prefix, base = base_of(hf_model)
     for name, child in base.named_children():
@@ -121,8 +129,13 @@ def shard_tokens(
             module = getattr(block, part, None)
             if module is None or any(module is mixture for mixture in apart):
                 continue
+            if supports_packed_states(module):
+                continue
             module.forward = functools.partial(_entered, module.forward, group)
             whole |= {id(p) for p in module.parameters()}
+        for child in block.children():
+            if supports_packed_states(child):
+                child.tensor_group = group  # type: ignore[assignment]
     # A vocabulary-parallel embedding returns own tokens already: it ends in `leave`.
     if not hasattr(embedding.weight, "placements"):
         embedding.forward = functools.partial(_cut, embedding.forward, group)

@@ -2,8 +2,8 @@
 
 transformers' models have a plan of their own, {name pattern: style}. Three things are added: latent
 attention (DeepSeek's) and attention with sinks (GPT-OSS's), of which some plans say nothing, are
-split by heads; so are norms of queries and keys by head, which some plans forget; and a mixture of
-experts is left alone, since each rank computes it for its own tokens.
+split by heads; so are norms of queries and keys by head, which some plans forget. Mixtures of
+experts and layers with a state are left alone, since each rank computes them for its own tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from spmdrl.model.attention.packed_states import supports_packed_states
 from spmdrl.model.blocks import blocks, is_latent, mixtures
 from spmdrl.model.transformers_internals import tp_plan
 from spmdrl.model.vision.families import vision_modules
@@ -42,11 +43,15 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
 
     The output head has none here: whether it is split depends on whether it is the embedding.
     """
-    own = tp_plan(hf_model) or _plan_of_language(hf_model)
+    own = tp_plan(hf_model)
+    if not any("*" in pattern for pattern in own):  # at most of the head
+        own |= _plan_by_names(hf_model)
     added = {**_norms_plan(hf_model, own), **_sinks_plan(hf_model)}
     plan = {**added, **own, **_latent_plan(hf_model)}
     head = hf_model.get_output_embeddings()
-    inside = tuple(f"{n}." for n in mixtures(hf_model))
+    apart = [*mixtures(hf_model)]
+    apart += [name for name, part in hf_model.named_modules() if supports_packed_states(part)]
+    inside = tuple(f"{name}." for name in apart)
     places = [n for n, m in hf_model.named_modules() if m is not head]
     places += [n for n, _ in hf_model.named_parameters()]
     return {
@@ -56,23 +61,29 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
     }
 
 
-_GATED = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
-    **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
+_BY_NAME = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3"), "colwise"),
+    **dict.fromkeys(("o_proj", "down_proj", "w2"), "rowwise"),
 }
-"""Of attention and a gated MLP."""
+"""Of attention and an MLP. LFM2 calls the parts of its MLP w1 to w3."""
 
 
-def _plan_of_language(hf_model: nn.Module) -> dict[str, str]:
-    """Return a plan for a vision model without one, such as the dense Qwen3-VL."""
-    if not vision_modules(hf_model):
+def _plan_by_names(hf_model: nn.Module) -> dict[str, str]:
+    """Return a plan for a model without one that has a tower (the dense Qwen3-VL) or layers with a
+    state (LFM2, Bamba, Nemotron-H)."""
+    if not (vision_modules(hf_model) or any(map(supports_packed_states, hf_model.modules()))):
         return {}
-    return {
-        _pattern(f"{place}.{part}"): _GATED[part.rpartition(".")[2]]
-        for place, block in blocks(hf_model).items()
-        for part, _ in block.named_modules()
-        if part.rpartition(".")[2] in _GATED
-    }
+    found = {}
+    for place, block in blocks(hf_model).items():
+        for part, module in block.named_modules():
+            name = part.rpartition(".")[2]
+            if name == "out_proj" and hasattr(
+                block.get_submodule(part.rpartition(".")[0]), "q_proj"
+            ):
+                name = "o_proj"
+            if name in _BY_NAME and isinstance(module, nn.Linear):
+                found[_pattern(f"{place}.{part}")] = _BY_NAME[name]
+    return found
 
 
 def _pattern(name: str) -> str:

@@ -1,0 +1,385 @@
+"""Layers that keep a state over the tokens, on packed rows.
+
+Gated delta nets, Mamba 2 and short convolutions compute with functions of their modeling file:
+`causal_conv1d_fn`, `torch_chunk_gated_delta_rule`, `mamba2_chunk_scan`. Here are forms of these
+that know where sequences begin. A layer's forward runs with them in place of its own.
+
+Where the packages of the fast kernels are installed (causal-conv1d, flash-linear-attention,
+mamba-ssm), transformers' functions call them, and get the boundaries as the kernels want them. Else
+the state runs over chunks of the packed row, and is cleared where a sequence begins.
+
+Under context or tensor parallelism a rank has a part of the tokens, and computes some of the heads
+or channels for the whole row (parallel/state_exchange.py).
+
+Shape letters: T packed tokens, t of this rank, C chunks, L tokens of a chunk, H heads, h of this
+rank, K size of keys (Mamba's state), V size of values (Mamba's head), D channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from spmdrl.model.attention.packing import Packing
+from spmdrl.model.parallel.state_exchange import StateRow
+
+_CHUNK = 64
+"""Tokens that are computed by matmuls; the state goes from chunk to chunk."""
+
+
+def supports_packed_states(mixer: nn.Module) -> bool:
+    """Return whether a layer mixes tokens by the functions of this file alone."""
+    forward = inspect.unwrap(type(mixer).forward)
+    if not isinstance(forward, FunctionType) or forward.__closure__:
+        return False
+    own = {
+        name
+        for name in forward.__code__.co_names
+        if _module_of(forward.__globals__.get(name)) == forward.__module__
+    }
+    return "causal_conv1d_fn" in own and own <= {*_PACKED, *_UNUSED}
+
+
+def _module_of(value: Any) -> str:
+    return value.__module__ if isinstance(value, FunctionType) else ""
+
+
+def with_packed_states(mixer: nn.Module, row_of: Callable[[], StateRow]) -> Callable[..., Tensor]:
+    """Return a layer's forward that computes packed rows, [1, t, hidden].
+
+    Args:
+        row_of: returns the row that is computed.
+    """
+    known = inspect.unwrap(type(mixer).forward).__globals__
+    functions = {
+        name: partial(function, row_of, known[name])
+        for name, function in _PACKED.items()
+        if name in known
+    }
+    return with_functions(mixer, functions)
+
+
+def with_functions(mixer: nn.Module, functions: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """Return a layer's forward that calls other functions in place of those of its file."""
+    forward = inspect.unwrap(type(mixer).forward)
+    names = {**forward.__globals__, **functions}
+    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return partial(own, mixer)
+
+
+# --------------------------------------------------------------------------- convolution
+
+
+def _convolution(
+    row_of: Callable[[], StateRow],
+    original: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Convolve each channel over the last W tokens of its sequence: [1, D, t] to [1, D, t].
+
+    Args:
+        weight: [D, W].
+        bias: [D].
+    """
+    row = row_of()
+    own = row.own(len(weight), weight.device)
+    weight = weight[own]
+    bias = None if bias is None else bias[own]
+    whole = row.to_heads(x[0, :, :, None])[..., 0]
+    if _has_kernel("causal_conv1d", x):
+        numbers = _numbers(row.packing, whole.shape[-1]).to(torch.int32)[None]
+        out = original(whole[None], weight, bias, activation=activation, seq_idx=numbers)[0]
+    else:
+        out = _convolve(whole, weight, bias, places=row.packing.places(whole.shape[-1]))
+        out = out if activation is None else ACT2FN[activation](out)
+    return row.to_tokens(out[..., None], heads=x.shape[1])[None, ..., 0].to(x.dtype)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *, places: Tensor) -> Tensor:
+    """Return [D, T] of [D, T].
+
+    Args:
+        places: [T] int64, of the tokens in their sequences.
+    """
+    x = x.to(weight.dtype)
+    last = weight.shape[-1] - 1
+    total = x * weight[:, last, None]
+    for back in range(1, last + 1):
+        before = F.pad(x, (back, 0))[..., : x.shape[-1]]
+        total = total + before.where(places >= back, 0.0) * weight[:, last - back, None]
+    return total if bias is None else total + bias[:, None]
+
+
+def _numbers(packing: Packing, tokens: int) -> Tensor:
+    """Return the number of each token's sequence, [T] int64."""
+    lengths = packing.cu_seqlens.diff()
+    at = torch.arange(len(lengths), device=lengths.device)
+    return at.repeat_interleave(lengths, output_size=tokens)
+
+
+def _has_kernel(package: str, x: Tensor) -> bool:
+    """Return whether transformers' function calls the kernel of a package."""
+    return x.is_cuda and find_spec(package) is not None
+
+
+# --------------------------------------------------------------------------- states over chunks
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """Return [1, t, H, ...] as [H, t, ...], with at least one more dim."""
+    x = x[0].transpose(0, 1)
+    return x if x.dim() == 3 else x[..., None]
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """Return [H, t, V] as [1, t, H, V]."""
+    return x.transpose(0, 1)[None].contiguous()  # some models view it in another shape
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Which tokens of a packed row, in chunks of L, belong together."""
+
+    tokens: int  # T
+    together: Tensor  # [C, L, L] bool, of a token and a token not after it
+    continued: Tensor  # [C, L] bool, whether the token's sequence began in an earlier chunk
+
+    @classmethod
+    def of(cls, packing: Packing, tokens: int) -> _Chunks:
+        numbers = F.pad(_numbers(packing, tokens), (0, -tokens % _CHUNK), value=-1)
+        numbers = numbers.view(-1, _CHUNK)
+        before = F.pad(numbers[:-1, -1], (1, 0), value=-2)
+        causal = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=numbers.device).tril()
+        together = (numbers[:, :, None] == numbers[:, None, :]) & causal
+        return cls(tokens, together, numbers == before[:, None])
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return [h, T, D] as float32 [h, C, L, D], with zeros in the place of padding."""
+        return F.pad(x.float(), (0, 0, 0, -self.tokens % _CHUNK)).unflatten(1, (-1, _CHUNK))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Return [h, C, L, D] as [h, T, D]."""
+        return x.flatten(1, 2)[:, : self.tokens]
+
+    def decays(self, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is left of a state, where each token leaves exp(log_decay) of it.
+
+        Args:
+            log_decay: [h, C, L].
+        Returns:
+            from each token to each later one of its sequence in the chunk [h, C, L, L], else 0;
+            from the chunk before to each token [h, C, L], else 0.
+        """
+        # Sums of the steps between two tokens, and not differences of sums from the beginning of
+        # the chunk, which lose digits.
+        steps = log_decay[..., None].expand(*log_decay.shape, _CHUNK)
+        later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=steps.device).tril(-1)
+        between = steps.where(later, 0.0).cumsum(-2)
+        between = between.masked_fill(~self.together, -torch.inf).exp()
+        from_start = log_decay.cumsum(-1).exp().where(self.continued, 0.0)
+        return between, from_start
+
+
+def _gated_delta_rule(
+    row_of: Callable[[], StateRow],
+    original: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute the gated delta rule (arXiv 2412.06464, equation 10).
+
+    A state S [K, V] becomes exp(g) (S - beta k (k' S)) + beta k v', and a token reads q' S.
+
+    Args:
+        query, key: [1, t, H, K].
+        value: [1, t, H, V].
+        g: [1, t, H], in nats.
+        beta: [1, t, H].
+        use_qk_l2norm_in_kernel: scale queries and keys to length 1.
+    Returns: [1, t, H, V], and no state.
+    """
+    row = row_of()
+    parts = [row.to_heads(_by_head(x)) for x in (query, key, value, g, beta)]
+    if _has_kernel("fla", query):
+        q, k, v, g, beta = (x.transpose(0, 1)[None] for x in parts)
+        out, _ = original(
+            *(q, k, v),
+            g=g[..., 0],
+            beta=beta[..., 0],
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=row.packing.cu_seqlens.long(),
+        )
+        out = out[0].transpose(0, 1)
+    else:
+        out = _delta_rule_of_chunks(*parts, packing=row.packing, normalizes=use_qk_l2norm_in_kernel)
+    return _by_token(row.to_tokens(out.to(query.dtype), heads=query.shape[2])), None
+
+
+def _delta_rule_of_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    packing: Packing,
+    normalizes: bool,
+) -> Tensor:
+    """Return [h, T, V] float32, from inputs [h, T, K], [h, T, V] and [h, T, 1]."""
+    chunks = _Chunks.of(packing, query.shape[1])
+    query, key, value, g, beta = (chunks.cut(x) for x in (query, key, value, g, beta))
+    if normalizes:
+        query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
+        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
+    query = query * query.shape[-1] ** -0.5
+    between, from_start = chunks.decays(g[..., 0])
+    # Each token corrects what the state answers to its key. Within a chunk these corrections are a
+    # triangular system: of the tokens' own values, and of what the state before answers.
+    system = (beta * key) @ key.mT * between
+    own = torch.cat([beta * value, beta * key * from_start[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, own, upper=False, unitriangular=True)
+    written, answered = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    attended = query @ key.mT * between
+    read = query * from_start[..., None]
+    kept = (key * between[..., -1, :, None]).mT
+    whole = from_start[..., -1, None, None]
+    state = query.new_zeros(query.shape[0], query.shape[-1], value.shape[-1])
+    outputs = []
+    for chunk in range(query.shape[1]):
+        new = written[:, chunk] - answered[:, chunk] @ state
+        outputs.append(read[:, chunk] @ state + attended[:, chunk] @ new)
+        state = state * whole[:, chunk] + kept[:, chunk] @ new
+    return chunks.joined(torch.stack(outputs, dim=1))
+
+
+def _mamba2_scan(
+    row_of: Callable[[], StateRow],
+    original: Callable[..., Any],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    **_: Any,
+) -> Tensor:
+    """Compute Mamba 2's state-space layer (arXiv 2405.21060, section 6).
+
+    Args:
+        x: [1, t, H, V].
+        dt: [1, t, H], time steps before the bias.
+        A: [H], negative.
+        B, C: [1, t, groups, K]; a group has the same number of consecutive heads.
+        chunk_size: of the kernel; without it, chunks have L tokens.
+        D, dt_bias: [H].
+        dt_softplus: take the softplus of time steps.
+        dt_limit: bounds of time steps after it.
+    Returns: [1, t, H, V].
+    """
+    row = row_of()
+    heads = x.shape[2]
+    own = row.own(heads, x.device)
+    groups = own // (heads // B.shape[2])
+    A, D, dt_bias = (each[own] for each in (A, D, dt_bias))
+    steps = row.to_heads(_by_head(dt)) + dt_bias[:, None, None].to(dt.dtype)
+    inputs = row.to_heads(_by_head(x))
+    B, C = (row.to_all(_by_head(each)) for each in (B, C))
+    if _has_kernel("mamba_ssm", x):
+        by_token = (each.transpose(0, 1)[None] for each in (inputs, B[groups], C[groups]))
+        out = _mamba2_kernel(
+            original,
+            *by_token,
+            A=A,
+            D=D,
+            dt=steps[..., 0].T[None],
+            numbers=_numbers(row.packing, inputs.shape[1]),
+            chunk_size=chunk_size,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+        )
+    else:
+        steps = F.softplus(steps) if dt_softplus else steps
+        steps = steps.clamp(*dt_limit).float()
+        out = _scan_of_chunks(inputs, steps, A, B[groups], C[groups], row.packing)
+        out = out + D[:, None, None] * inputs.float()
+    return _by_token(row.to_tokens(out, heads=heads))
+
+
+def _mamba2_kernel(
+    original: Callable[..., Any],
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    dt: Tensor,
+    A: Tensor,
+    numbers: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Return [h, T, V], by the kernel of mamba-ssm."""
+    numbers = numbers.to(torch.int32)[None]
+    out = original(x, dt, A, B, C, seq_idx=numbers, **options)
+    return out[0].transpose(0, 1)
+
+
+def _scan_of_chunks(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, packing: Packing
+) -> Tensor:
+    """Return [h, T, V] float32, from x [h, T, V], dt [h, T, 1], A [h] and B, C [h, T, K]."""
+    chunks = _Chunks.of(packing, x.shape[1])
+    between, from_start = chunks.decays(chunks.cut(A.float()[:, None, None] * dt)[..., 0])
+    steps = chunks.cut(x * dt)
+    B, C = (chunks.cut(each) for each in (B, C))
+    inside = (C @ B.mT * between) @ steps
+    written = (B * between[..., -1, :, None]).mT @ steps
+    whole = from_start[..., -1, None, None]
+    state = torch.zeros_like(written[:, 0])
+    states = []
+    for chunk in range(written.shape[1]):
+        states.append(state)
+        state = state * whole[:, chunk] + written[:, chunk]
+    before = (C * from_start[..., None]) @ torch.stack(states, dim=1)
+    return chunks.joined(inside + before)
+
+
+def _no_fused_scan(*_: Any, **__: Any) -> None:
+    """Take the place of a kernel that scans, normalises and projects: layers go on without it."""
+
+
+_PACKED: Mapping[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "mamba2_chunk_scan": _mamba2_scan,
+    "mamba2_split_conv1d_scan_combined": _no_fused_scan,
+}
+_UNUSED = (
+    "apply_mask_to_padding_states",  # there is no padding
+    # With a cache alone.
+    "causal_conv1d_update",
+    "torch_recurrent_gated_delta_rule",
+    "mamba2_selective_state_update",
+)

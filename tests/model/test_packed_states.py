@@ -1,0 +1,127 @@
+"""Layers with a state on packed rows, against the same layers on one sequence at a time."""
+
+from __future__ import annotations
+
+import copy
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
+
+from spmdrl.model.attention.packed_states import (
+    supports_packed_states,
+    with_functions,
+    with_packed_states,
+)
+from spmdrl.model.attention.packing import make_packing
+from spmdrl.model.parallel.state_exchange import StateRow
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 63, 2, 64, 400, 3, 65, 1, 130)
+LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16)
+LINEAR |= dict(linear_value_head_dim=24, linear_conv_kernel_dim=4)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=2, mamba_d_state=16)
+LAYERS = {
+    "qwen3_next": dict(LINEAR, layer_types=["linear_attention", "full_attention"]),
+    "qwen3_5_text": dict(LINEAR, layer_types=["linear_attention", "full_attention"]),
+    "olmo_hybrid": dict(LINEAR, layer_types=["linear_attention", "full_attention"]),
+    "mamba2": dict(num_heads=4, head_dim=32, n_groups=2, state_size=16, expand=2),
+    "bamba": dict(MAMBA, attn_layer_indices=[1]),
+    "granitemoehybrid": dict(MAMBA, layer_types=["linear_attention", "full_attention"]),
+    "falcon_h1": dict(MAMBA, mamba_d_ssm=128),
+    "lfm2": dict(layer_types=["conv", "full_attention"], conv_bias=True),
+}
+
+
+def layer_of(family: str) -> Any:
+    """Return a family's first layer with a state, small, with random weights."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family)
+    sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=64)
+    sizes |= dict(num_key_value_heads=2, head_dim=32, intermediate_size=64, pad_token_id=0)
+    for name, value in {**sizes, **LAYERS[family]}.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    layer = next(part for part in model.modules() if supports_packed_states(part))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return layer.eval()
+
+
+def _convolved(x, weight, bias=None, activation=None, **_):
+    last = weight.shape[-1] - 1
+    out = nn.functional.conv1d(
+        nn.functional.pad(x, (last, 0)), weight[:, None], bias, groups=len(weight)
+    )
+    return out if activation is None else ACT2FN[activation](out)
+
+
+def _delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, **_):
+    """Token by token, as equation 10 of arXiv 2412.06464 says."""
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    state = v.new_zeros(*v.shape[2:3], k.shape[-1], v.shape[-1])
+    outputs = []
+    for at in range(v.shape[1]):
+        state = state * g[0, at].exp()[:, None, None]
+        answer = torch.einsum("hk,hkv->hv", k[0, at], state)
+        written = beta[0, at][:, None] * (v[0, at] - answer)
+        state = state + k[0, at][:, :, None] * written[:, None]
+        outputs.append(torch.einsum("hk,hkv->hv", q[0, at], state) * k.shape[-1] ** -0.5)
+    return torch.stack(outputs)[None], None
+
+
+def _mamba2(x, dt, A, B, C, D, dt_bias, dt_limit, **_):
+    """Token by token, as equation 1 of arXiv 2405.21060 says."""
+    dt = nn.functional.softplus(dt + dt_bias).clamp(*dt_limit)[0]
+    B, C = (each[0].repeat_interleave(len(A) // each.shape[2], dim=1) for each in (B, C))
+    state = x.new_zeros(*x.shape[2:], B.shape[-1])
+    outputs = []
+    for at in range(x.shape[1]):
+        step = x[0, at] * dt[at][:, None]
+        state = state * (dt[at] * A).exp()[:, None, None] + step[:, :, None] * B[at][:, None]
+        outputs.append(torch.einsum("hvk,hk->hv", state, C[at]) + D[:, None] * x[0, at])
+    return torch.stack(outputs)[None]
+
+
+REFERENCE = {
+    "causal_conv1d_fn": _convolved,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,
+}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_packed_rows_are_computed_as_single_sequences_token_by_token(family):
+    layer = layer_of(family)
+    packing = make_packing(LENGTHS, CPU, padded=False)
+    packed = with_packed_states(layer, lambda: StateRow(packing))
+    states = torch.randn(1, sum(LENGTHS), 64)
+    direction = torch.randn(1, sum(LENGTHS), 64)
+    own = _with_gradients(layer, packed, states, direction)
+    bounds = list(pairwise(accumulate(LENGTHS, initial=0)))
+    exact = copy.deepcopy(layer).double()
+    recurrent = with_functions(exact, REFERENCE)
+
+    def alone(states: torch.Tensor) -> torch.Tensor:
+        return torch.cat([recurrent(states[:, at:end]) for at, end in bounds], dim=1)
+
+    for name, value in _with_gradients(exact, alone, states.double(), direction.double()).items():
+        error = float((own[name] - value).abs().max() / value.abs().max())
+        # Gradients of these sum all tokens to a number per head, and cancel.
+        assert error < (3e-6 if name in ("A_log", "dt_bias") else 1e-6), name
+
+
+def _with_gradients(
+    layer: Any, forward: Any, states: torch.Tensor, direction: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the output, and its gradients along a direction."""
+    inputs = {"states": states.requires_grad_(), **dict(layer.named_parameters())}
+    output = forward(states)
+    gradients = torch.autograd.grad((output * direction).sum(), [*inputs.values()])
+    return {"output": output.detach(), **dict(zip(inputs, gradients))}
