@@ -1,4 +1,4 @@
-"""`python -m spmdrl COMMAND ...`: run one of the commands; without one, list them."""
+"""`spmdrl COMMAND ...` or `python -m spmdrl COMMAND ...`: run a command; without one, list them."""
 
 from __future__ import annotations
 
@@ -26,35 +26,36 @@ _OTHERS = ("check", "evaluate", "launch", "verify")
 
 def main() -> int | None:
     """Run the named command with the rest of the arguments; return 2 for one that is unknown."""
+    form = "python -m spmdrl" if sys.argv[0] == __file__ else "spmdrl"
     name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else "help"
     if name not in _OTHERS or {"-h", "--help"} & {*sys.argv}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a message
     if name in _COMMANDS:
-        sys.argv[:2] = [f"python -m spmdrl {name}"]
+        sys.argv[:2] = [f"{form} {name}"]
         return importlib.import_module(f"spmdrl.tools.commands.{name}").main()
     # The name has underscores for hyphens: `--version` is `__version`.
     if name == "__version":
         print(version_text())
         return 0
     if name in ("help", "__help", "_h"):
-        print(_listed())
+        print(_listed(form))
         return 0
     near = get_close_matches(name, _COMMANDS, n=1)
     print(
-        f"python -m spmdrl: no command {name!r}"
+        f"{form}: no command {name!r}"
         + (f"; did you mean {near[0]}?" if near else "")
         + "\n\n"
-        + _listed(),
+        + _listed(form),
         file=sys.stderr,
     )
     return 2
 
 
-def _listed() -> str:
+def _listed(form: str) -> str:
     """Return each command with the first line of its docstring."""
     lines = [
-        "usage: python -m spmdrl COMMAND ...; --help after a command tells its options",
-        "       python -m spmdrl --version",
+        f"usage: {form} COMMAND ...; --help after a command tells its options",
+        f"       {form} --version",
         "",
     ]
     width = max(map(len, _COMMANDS))

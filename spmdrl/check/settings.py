@@ -21,11 +21,12 @@ from spmdrl.world.axes import axes_of, rank_problems
 from spmdrl.world.launch import report_refusal, say_once
 
 
-def parse(argv: list[str] | None = None) -> Config:
+def parse(argv: list[str] | None = None, *, prog: str = "train.py --config FILE") -> Config:
     """Read `--config FILE` and command-line overrides into a checked Config.
 
     Args:
         argv: arguments without the program name; None takes sys.argv.
+        prog: for the help.
     Returns: the Config, valid as far as can be told without starting anything.
     Raises: SystemExit(2) with every problem listed, one per line, by one rank of a machine;
         SystemExit(0) after `--help` and `--version`.
@@ -37,7 +38,7 @@ def parse(argv: list[str] | None = None) -> Config:
         print(version_text())
         raise SystemExit(0)
     try:
-        cfg = read(argv, prog="train.py --config FILE")
+        cfg = read(argv, prog=prog)
         # A dry run lists missing models itself, with the other problems.
         problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
         refuse(problems, argv=argv)

@@ -111,14 +111,15 @@ def take_config_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 
 # --------------------------------------------------------------------------- tyro
 
-_REGISTRY = ConstructorRegistry()
+REGISTRY = ConstructorRegistry()
+"""How tyro makes flags of a section."""
 
 
 class _Words(list[str]):
     """The words after a flag."""
 
 
-@_REGISTRY.struct_rule
+@REGISTRY.struct_rule
 def _section_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     """Tell tyro the flags of a section."""
     if info.type not in sections().values():
@@ -177,7 +178,7 @@ def _show_help(cfg: Config, words: list[str], *, prog: str, own: type | None) ->
         prog=prog,
         description=_ABOUT,
         args=["--help"],
-        registry=_REGISTRY,
+        registry=REGISTRY,
     )
 
 
@@ -191,7 +192,7 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
     """
     args = [_positive(word) for word in argv]
     found, others = tyro.cli(
-        Config, args=args, default=cfg, return_unknown_args=True, add_help=False, registry=_REGISTRY
+        Config, args=args, default=cfg, return_unknown_args=True, add_help=False, registry=REGISTRY
     )
     problems = [*_repeated(args), *_no_flags(others)]
     values = flatten(found)

@@ -1,4 +1,5 @@
-"""What a person types: `python -m spmdrl NAME`. A module is a command, and its `main` runs it."""
+"""What a person types: `spmdrl NAME`, or `python -m spmdrl NAME`. A module is a command, and its
+`main` runs it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,12 @@ import tyro
 
 from spmdrl.errors import Refusal, error_text, say
 from spmdrl.world.launch import known_rank
+
+
+def typed(name: str) -> str:
+    """Return a command as the person typed it, for its help."""
+    own = f"spmdrl {name}"
+    return own if sys.argv[0] == own else f"python -m {own}"
 
 
 def run_command(name: str, command: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
@@ -26,7 +33,7 @@ def run_command(name: str, command: Callable[..., Any], argv: Sequence[str] | No
     """
     is_first = known_rank() in ("0", "?")
     try:
-        answer = tyro.cli(command, prog=f"python -m spmdrl {name}", args=argv)
+        answer = tyro.cli(command, prog=typed(name), args=argv)
     except (Refusal, OSError) as error:
         if is_first:
             say(f"{name}: {error_text(error)}", file=sys.stderr)

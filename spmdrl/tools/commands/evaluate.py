@@ -34,6 +34,7 @@ from spmdrl.config.read import read, refuse, take_config_flags
 from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.tools.commands import typed
 from spmdrl.tools.foreign_code import named_code, refuse_code
 from spmdrl.world.own_runs import is_own
 
@@ -78,7 +79,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     Raises: Refusal for a model that is none, for a run without its config, and for a config that
         cannot be evaluated with, with every problem listed.
     """
-    prog = "python -m spmdrl evaluate MODEL"
+    prog = f"{typed('evaluate')} MODEL"
     if {"-h", "--help"} & set(argv):
         read(["--help"], prog=prog, own=EvaluateFlags)
     if not argv or argv[0].startswith("-"):

@@ -12,6 +12,8 @@ import logging
 import shlex
 import sys
 
+from spmdrl.tools.commands import typed
+
 _MEETING = ("--standalone", "--nnodes", "--rdzv", "--node", "--master")
 """Beginnings of the options that name where nodes meet."""
 
@@ -20,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Start the ranks, wait for them, and return the exit status: 128 + N after signal N."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__)
+        print((__doc__ or "").replace("python -m spmdrl launch", typed("launch")))
         return 0 if argv else 2
     from spmdrl.world.launch import use_one_thread
 

@@ -25,6 +25,7 @@ from spmdrl.config.read import read
 from spmdrl.errors import Refusal, say
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.model_shape import SHAPES, with_known_shape
+from spmdrl.tools.commands import typed
 from spmdrl.tools.plan.measured_run import read_run
 from spmdrl.tools.plan.run import Rates, Run, rates_of, read_measured, run_of_model
 from spmdrl.tools.plan.search import Plan, best_plans, distinct, make_plan, remedies
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the plan and return the exit status: 0, 1 when nothing fits, 2 for bad input."""
     if argv is None:  # the program
         logging.disable(logging.WARNING)
-    prog = "python -m spmdrl plan"
+    prog = typed("plan")
     own, rest = tyro.cli(PlanFlags, prog=prog, args=argv, return_unknown_args=True)
     try:
         run, rates = _read_run(own, rest)
@@ -121,7 +122,7 @@ def _read_run(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
 
     Raises: Refusal for a run that cannot be planned, and for unknown flags.
     """
-    cfg = read(rest, prog="python -m spmdrl plan --config FILE") if rest else config.Config()
+    cfg = read(rest, prog=f"{typed('plan')} --config FILE") if rest else config.Config()
     if own.shape:
         folder = SHAPES / own.shape if (SHAPES / own.shape).is_dir() else Path(own.shape)
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))

@@ -18,6 +18,7 @@ from typing import Annotated
 import tyro
 
 from spmdrl.errors import say
+from spmdrl.tools.commands import typed
 
 
 def verify(
@@ -64,7 +65,7 @@ def main() -> None:
     """Do what the command line says, and end this process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     try:
-        text, repeats = tyro.cli(verify, prog="python -m spmdrl verify")
+        text, repeats = tyro.cli(verify, prog=typed("verify"))
     except Exception as error:
         from spmdrl.world.leaving import end_process, report_end  # here: it comes with torch
 
