@@ -1,4 +1,4 @@
-"""engine.options: which arguments vLLM's engine has, and which of them other fields set."""
+"""engine.options: which arguments of vLLM's engine are allowed, and which other fields set."""
 
 from __future__ import annotations
 
@@ -64,6 +64,76 @@ ENGINE_ARGUMENTS: dict[str, str] = {
 the engine is in this process, in groups of layout.inference_tp ranks, takes its weights from the
 trainers, and returns tokens with logprobs of the distribution that it sampled from."""
 
+_SCHEDULES = (
+    "block_size",
+    "disable_cascade_attn",
+    "disable_hybrid_kv_cache_manager",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "long_prefill_token_threshold",
+    "mamba_block_size",
+    "mamba_cache_mode",
+    "max_num_scheduled_tokens",
+    "num_gpu_blocks_override",
+    "prefix_cache_retention_interval",
+    "prefix_caching_hash_algo",
+    "scheduler_reserve_full_isl",
+    "watermark",
+)
+_KERNELS = (
+    "attention_backend",
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "disable_custom_all_reduce",
+    "enable_flashinfer_autotune",
+    "enforce_eager",
+    "fully_sharded_loras",
+    "gdn_prefill_backend",
+    "kernel_config",
+    "linear_backend",
+    "mamba_backend",
+    "max_cudagraph_capture_size",
+    "mm_encoder_attn_backend",
+    "mm_encoder_tp_mode",
+    "model_impl",
+    "moe_backend",
+    "optimization_level",
+    "performance_mode",
+    "specialize_active_lora",
+)
+_ROUNDING = (
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "quantization",
+)
+_OTHERS = (
+    "aggregate_engine_logging",
+    "enable_cumem_allocator",
+    "enable_layerwise_nvtx_tracing",
+    "enable_logging_iteration_details",
+    "enable_sleep_mode",
+    "limit_mm_per_prompt",
+    "log_level",
+    "max_parallel_loading_workers",
+    "mm_processor_cache_gb",
+    "mm_processor_cache_type",
+    "skip_mm_profiling",
+    "sleep_mode_offload_cudagraph",
+)
+ALLOWED_ARGUMENTS: Mapping[str, str] = {
+    **dict.fromkeys(_SCHEDULES, "when and where a token is computed, and not what it is"),
+    **dict.fromkeys(
+        _KERNELS, "other kernels for the same model, compared with the trainer at start"
+    ),
+    **dict.fromkeys(_ROUNDING, "rounds; the gap to the trainer is measured, and corrected for"),
+    **dict.fromkeys(_OTHERS, "nothing that is computed"),
+    "speculative_config": "drafts, whose distribution is proved (`_draft_problems`)",
+}
+"""{argument that engine.options may hold: what it changes}. vLLM has about 170 others. Some change
+the model or its inputs, such as hf_overrides; most have never been run here."""
+
 _TORCH_PIN = re.compile(r"torch\s*==\s*([\d.]+)")
 
 
@@ -86,13 +156,19 @@ def engine_option_problems(cfg: Config) -> list[str]:
                 if field
                 else f"{place}: cannot be changed, since the engine lives inside this job"
             )
-        elif known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        elif name not in known and (known or name not in ALLOWED_ARGUMENTS):
+            near = difflib.get_close_matches(name, known or ALLOWED_ARGUMENTS, n=1, cutoff=0.5)
             field = ENGINE_ARGUMENTS.get(near[0], "") if near else ""
             guess = f"; did you mean {near[0]}?" if near else "; see `vllm serve --help`"
             guess += f" That is set by {field}" if field else ""
             problems.append(
                 f"{place}: the vLLM that is installed has no such engine argument{guess}"
+            )
+        elif name not in ALLOWED_ARGUMENTS:
+            problems.append(
+                f"{place}: may change what the engine computes, and was never compared with the "
+                "trainer; take it out. ALLOWED_ARGUMENTS of spmdrl/check/engine_options.py lists "
+                "those that were"
             )
     built = build_problems() if cfg.layout.roles.has_engines else []
     return [

@@ -206,6 +206,10 @@ REFUSED = {
             "prompt_lookup_min 5 is above prompt_lookup_max",
         ),
         (dict(load_format="dummy"), "load_format: cannot be changed"),
+        (
+            dict(hf_overrides={"rope_scaling": None}),
+            "hf_overrides: may change what the engine computes, and was never compared",
+        ),
     ],
     ("engine.options", "gpu"): [
         (dict(speculative_config=NGRAM), "with layout.device cuda; the log-probabilities of draft")

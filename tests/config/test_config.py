@@ -352,7 +352,11 @@ def test_the_help_shows_the_values_of_a_file(capsys, tmp_path):
 
 
 def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
-    from spmdrl.check.engine_options import ENGINE_ARGUMENTS, engine_argument_names
+    from spmdrl.check.engine_options import (
+        ALLOWED_ARGUMENTS,
+        ENGINE_ARGUMENTS,
+        engine_argument_names,
+    )
     from spmdrl.engine.vllm.arguments import _own_arguments
 
     known = {*config.flatten(config.Config()), "engine.options.speculative_config"}
@@ -360,6 +364,8 @@ def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
         assert all(part in {*known, *sections()} for part in field.split(" + ")), field
     own = {*_own_arguments(good(), on_cpu=True), "distributed_executor_backend"}
     assert own <= ENGINE_ARGUMENTS.keys() <= set(engine_argument_names())
+    assert ALLOWED_ARGUMENTS.keys() <= set(engine_argument_names())
+    assert not ALLOWED_ARGUMENTS.keys() & ENGINE_ARGUMENTS.keys()
 
 
 def test_importing_the_config_is_light():
