@@ -123,8 +123,14 @@ def summaries(recorded: RecordedSteps, step: int) -> list[Summary]:
     return result
 
 
-def _sequences(recorded: RecordedSteps, step: int) -> pyarrow.Table:
-    """Return the sampled sequences of a step in a batch's order, without the columns per token."""
+def _sequences(
+    recorded: RecordedSteps, step: int, tables: Sequence[pyarrow.Table] = ()
+) -> pyarrow.Table:
+    """Return the sampled sequences of a step in a batch's order, without the columns per token.
+
+    Args:
+        tables: the step's files, if they have been read.
+    """
     import pyarrow
     import pyarrow.compute
 
@@ -132,21 +138,28 @@ def _sequences(recorded: RecordedSteps, step: int) -> pyarrow.Table:
     from spmdrl.rollout.recorder import ORDER, SEQUENCE_COLUMNS
     from spmdrl.rollout.recordings import read_table
 
-    table = pyarrow.concat_tables(
-        [read_table(path, columns=SEQUENCE_COLUMNS) for path in recorded.files_of(step)]
-    )
+    columns = SEQUENCE_COLUMNS
+    own = [table.select(columns) for table in tables]
+    own = own or [read_table(path, columns=columns) for path in recorded.files_of(step)]
+    table = pyarrow.concat_tables(own)
     table = table.filter(pyarrow.compute.field("sample") != GREEDY)
     return table.sort_by(ORDER)
 
 
 def advantages(
-    recorded: RecordedSteps, step: int, cfg: Config, *, trusts: bool = False
+    recorded: RecordedSteps,
+    step: int,
+    cfg: Config,
+    *,
+    trusts: bool = False,
+    tables: Sequence[pyarrow.Table] = (),
 ) -> dict[tuple[int, int], float]:
     """Compute a step's advantages again, if there is one number per sequence.
 
     Args:
         cfg: of the run.
         trusts: run a user's function that the config names.
+        tables: the step's files, if they have been read.
     Returns: {(group, sample): advantage}.
     Raises: Refusal with the reason why they cannot be computed.
     """
@@ -172,7 +185,7 @@ def advantages(
         )
     if chosen.kl_coef and chosen.kl_in == "reward":
         raise Refusal("the KL in the rewards, which trainers add, is not recorded")
-    scalars = scalars_of(_sequences(recorded, step))
+    scalars = scalars_of(_sequences(recorded, step, tables))
     values = sequence_advantages(
         Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)),
         method,
@@ -238,7 +251,7 @@ class GroupReader:
                 f"step {step} of {recorded.folder} has no group {group}; it has groups "
                 f"{ranges(others)}"
             )
-        known, error = self._advantages(step)
+        known, error = self._advantages(step, tables if group is None else ())
         notes = [f"advantages are not available: {error}"] if error else []
         header = read_header(files[0])
         if header["is_partial"]:
@@ -254,12 +267,13 @@ class GroupReader:
         ]
 
     def _advantages(
-        self, step: int
+        self, step: int, tables: Sequence[pyarrow.Table]
     ) -> tuple[dict[tuple[int, int], float] | None, BaseException | None]:
         cfg = self._cfg
         if cfg is None:
             return None, self._config_error
-        return attempt(lambda: advantages(self.recorded, step, cfg, trusts=self._trusts_run))
+        trusts = self._trusts_run
+        return attempt(lambda: advantages(self.recorded, step, cfg, trusts=trusts, tables=tables))
 
     @cached_property
     def _decoder(self) -> tuple[Callable[[list[int]], str], None] | tuple[None, BaseException]:

@@ -141,6 +141,34 @@ def test_a_step_shows_where_its_time_goes_and_what_changed(chrome, run):
     assert "mem/rss_gib" not in changed.split("policy/entropy")[0]
 
 
+def write_timeline(folder: Path, step: int) -> None:
+    """Rank 1 samples for 0.6 s longer than rank 0 updates, which waits for it."""
+    (folder / "timeline").mkdir(exist_ok=True)
+    head = {"step": step, "attempt": 1, "host": "<b>node</b>", "began_unix_s": 1e9}
+    push = ["push", 1.0, 0.25, "all"]
+    trainer = [["update", 0.0, 0.4, "trainers"], ["await_peers", 0.4, 0.6, "all"], push]
+    engine = [["generate", 0.0, 1.0, "replica"], ["await_peers", 1.0, 0.0, "all"], push]
+    own = [{"replica": -1, "spans": trainer}, {"replica": 0, "spans": engine}]
+    for rank, row in enumerate(own):
+        path = folder / "timeline" / f"rank_{rank}.jsonl"
+        path.write_text(json.dumps(head | row) + "\n")
+
+
+@needs_chromium
+def test_the_timeline_of_a_step_says_who_waited_for_whom(chrome, run):
+    write_timeline(run, 40)
+    out = shown(chrome, run, place="tab=step&step=40")
+    chrome.wait("document.querySelector('#timeline svg')")
+    text = chrome.text("#timeline")
+    assert "generate on rank 1 80%" in text
+    assert "rank 0 waited 0.6 s in await_peers for rank 1, which was in generate" in text
+    striped = "document.querySelectorAll('#timeline rect[fill=\"url(#waits)\"]').length"
+    assert chrome.run(striped) == 1
+    chrome.go("tab=step&step=41")
+    assert "not on the page" in chrome.text("#timeline")
+    assert_quiet(chrome, out)
+
+
 @needs_chromium
 def test_rollouts_show_tokens_with_their_numbers_by_mouse_and_keyboard(chrome, run, monkeypatch):
     decode = (lambda ids: "".join(f"<{token}>" for token in ids), None)
@@ -204,6 +232,16 @@ def test_evaluations_are_shown_over_steps_and_by_problem(chrome, run):
     chrome.wait("document.querySelectorAll('table').length === 2")
     text = re.sub(r"\s+", " ", chrome.text())
     assert "20 2 1 1 ±0.1" in text and "2 s 0 1 7 1 s 0 0 7" in text
+    assert "3 evaluations are too few" in text
+    rows = metrics_rows()
+    for step in range(0, 200, 20):
+        reward = 0.2 + 0.6 / (1 + (60 / max(step, 1)) ** 2)
+        rows.append({"step": step, "unix_s": 1e9 + step, "eval/reward": reward})
+    write_metrics(run, rows)
+    out = shown(chrome, run, place="tab=evaluations")
+    chrome.wait("plots.length === 1")
+    assert "Going on from 180 to 360 steps" in chrome.text()
+    assert_quiet(chrome, out)
 
 
 # --------------------------------------------------------------------------- what it survives
@@ -341,10 +379,10 @@ def test_what_does_not_fit_is_left_out_and_said(run, capsys):
     parts = re.findall(r'id="part-rollouts-0-\d+">([^<]*)<', (run / "page.html").read_text())
     most = 1.5 * len(parts[0]) / 2**20
     assert viewer.main([str(run), "--limit-mib", f"{most:.6f}"]) == 0
-    assert "1 steps of rollouts are left out" in capsys.readouterr().out
+    assert "left out of the page (1 of rollouts)" in capsys.readouterr().out
     assert [key for key in parts_of(run / "page.html") if "rollouts" in key] == ["rollouts-0-40"]
     page = RunPage([run], limits=PageLimits(seconds=-1.0))
-    assert "2 steps" in page.write(run / "page.html")
+    assert "(2 of rollouts)" in page.write(run / "page.html")
     assert spread(range(9)) == [8, 0, 4, 2, 6, 1, 3, 5, 7]
     assert sorted(spread(range(100))) == [*range(100)]
     assert viewer.main([str(run), "--limit-mib", "0"]) == 2

@@ -15,6 +15,7 @@ from spmdrl.config.files import load_yaml
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.journal import Journal, Row
+from spmdrl.report.forecast import forecast
 from spmdrl.report.page.step_time import causes_of, engine_causes_of, time_sentence
 from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.value_forms import is_number
@@ -188,6 +189,24 @@ def evaluations(folder: Path, notes: Notes) -> tuple[list[dict[str, Any]], dict[
             row[2][at] = length
             row[3] = answers
     return found, {"steps": [one["step"] for one in found], "problems": problems}
+
+
+def forecast_of(evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what more training would give by a run's evaluations; None if there are none.
+
+    Args:
+        evaluation: see `metric_tables`.
+    Returns: {"text"}, and "curve", [[steps, reward, low, high]], if there is a forecast.
+    """
+    rewards = evaluation["columns"].get("eval/reward", [])
+    points = [(x, y) for x, y in zip(evaluation["steps"], rewards) if y is not None]
+    if not points:
+        return None
+    fitted, error = attempt(lambda: forecast(points))
+    if fitted is None:
+        return {"text": str(error), "curve": []}
+    curve = [[rounded(value) for value in point] for point in fitted.curve]
+    return {"text": fitted.sentence, "curve": curve}
 
 
 def _evaluation(path: Path) -> dict[str, Any]:

@@ -461,7 +461,7 @@ function runCard(i) {
     h("h2", {}, dot(i), visible(run.name), h("span", { className: "pale small" }, ` ${visible(run.path)}`)),
     h("div", {}, facts.join("; ") || "No step was recorded yet."),
     run.times.sentence ? h("div", { className: "say" }, run.times.sentence) : null,
-    run.forecast ? h("div", { className: "say" }, visible(run.forecast)) : null,
+    run.forecast && run.forecast.curve.length ? h("div", { className: "say" }, run.forecast.text) : null,
     run.notes.map((note) => h("div", { className: "note" }, visible(note))));
 }
 
@@ -511,12 +511,13 @@ function drawStep(main) {
     main.append(h("h2", {}, "Seconds of each step of the engines: sampling, and idle by cause"), stackedBars(steps, run.times.engines, { height: 170 }));
   const place = h("div", { id: "timeline" });
   main.append(h("h2", {}, `Timeline of step ${step}`), place);
-  drawTimeline(place, i, step);
+  const timeline = drawTimeline(place, i, step);
   main.append(h("h2", {}, `What changed at step ${step}?`), changes(steps, columns, at));
   const recorded = run.rollouts.includes(step);
   main.append(h("p", {}, recorded
     ? h("button", { onclick: () => change({ tab: "rollouts" }) }, `rollouts of step ${step}`)
     : h("span", { className: "pale" }, run.rollouts.length ? "The rollouts of this step are not on the page." : "")));
+  return timeline;
 }
 
 function causeTable(byCause, at) {
@@ -532,8 +533,104 @@ function causeTable(byCause, at) {
       h("td", {}, num(usual, 3))))));
 }
 
-function drawTimeline(place, run, step) {
-  place.append(h("p", { className: "pale" }, "This run has no timeline of its ranks."));
+const PHASE_CAUSES = { await_rollouts: "peers", await_peers: "peers", await_other_replicas: "peers", agree_to_stop: "peers",
+  exchange_scalars: "exchange", exchange_tokens: "exchange", advantages: "annotate", reward_model: "annotate", verify_push: "push",
+  gather_evaluation: "evaluate", certificate: "report", engine_idle_reward: "reward", engine_idle_environment: "environment",
+  begin_checkpoint: "save", copy_checkpoint: "save", write_checkpoint: "save", checkpoint: "save", "await_the_replica_s_leader": "peers" };
+const phaseColor = (name) => CAUSE_COLORS[name] || CAUSE_COLORS[PHASE_CAUSES[name]] || "#999";
+
+async function drawTimeline(place, run, step) {
+  const turn = drawing;
+  if (!DATA.runs[run].timeline.includes(step)) {
+    place.append(h("p", { className: "pale" }, "The timeline of this step is not on the page."));
+    return;
+  }
+  const chunk = await part(`timeline-${run}-${step}`).catch(() => null);
+  if (turn !== drawing) return;
+  if (!chunk) {
+    place.append(h("p", { className: "note" }, "The timeline of this step cannot be unpacked."));
+    return;
+  }
+  const total = chunk.path.reduce((sum, [, , , seconds]) => sum + seconds, 0);
+  const byPhase = new Map();
+  for (const [rank, name, , seconds] of chunk.path) {
+    const key = `${visible(name)} on rank ${rank}`;
+    byPhase.set(key, (byPhase.get(key) || 0) + seconds);
+  }
+  const largest = [...byPhase].sort((a, b) => b[1] - a[1]).slice(0, 4).filter(([, s]) => s > 0.01 * total);
+  place.append(h("div", { className: "say" },
+    `Critical path, ${num(total, 3)} s: ` +
+      largest.map(([key, seconds]) => `${key} ${percent(seconds / (total || 1))}`).join(", ") + ". Nothing else would make the step shorter.",
+    chunk.waits.length ? h("div", {}, `The longest wait: ${waitText(chunk.waits[0])}.`) : null));
+  place.append(legend([...new Set(chunk.ranks.flatMap((r) => r[5].map((s) => causeOf(s[0]))))]),
+    timelineRows(chunk, 64), waitsTable(chunk.waits));
+}
+
+const causeOf = (name) => (CAUSE_COLORS[name] ? name : PHASE_CAUSES[name] || "other");
+const waitText = ([name, rank, other, , seconds, doing]) =>
+  `rank ${rank} waited ${num(seconds, 3)} s in ${visible(name)} for rank ${other}, which was in ${visible(doing)}`;
+
+/** Draw a row for each rank: its phases, nested ones inside; striped where it waited; underlined on the critical path. */
+function timelineRows(chunk, most) {
+  const left = 96, width = Math.min(1600, Math.max(700, document.documentElement.clientWidth - 60)), line = 34;
+  const end = Math.max(1e-9, ...chunk.ranks.flatMap(([, , , offset, , spans]) => [offset, ...spans.map((s) => s[1] + s[2])]));
+  const x = (seconds) => left + ((width - left - 12) * seconds) / end;
+  const shown = chunk.ranks.slice(0, most);
+  const rows = new Map(shown.map(([rank], k) => [rank, k]));
+  const place = h("div", { className: "scroll" });
+  const parts = [svg("defs", {}, svg("pattern", { id: "waits", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    svg("rect", { width: 3, height: 6, fill: css("--back"), opacity: 0.65 })))];
+  const rect = (x0, x1, y, height, fill, text, extra = {}) => {
+    const box = svg("rect", { x: x(x0), y, width: Math.max(0.6, x(x1) - x(x0)), height, fill, ...extra });
+    box.append(svg("title", {}, text));
+    return box;
+  };
+  const tick = 10 ** Math.floor(Math.log10(end)), per = end / tick > 5 ? tick : end / tick > 2 ? tick / 2 : tick / 5;
+  for (let at = 0; at <= end; at += per) {
+    parts.push(svg("line", { x1: x(at), x2: x(at), y1: 14, y2: 18 + shown.length * line, stroke: css("--grid") }),
+      svg("text", { x: x(at) + 2, y: 11, class: "pale" }, `${num(at, 3)} s`));
+  }
+  shown.forEach(([rank, host, replica, , leftOut, spans], k) => {
+    const y = 20 + k * line;
+    const label = svg("text", { x: 0, y: y + 15 }, `rank ${rank}`, replica >= 0 ? ` (engine ${replica})` : " (trainer)");
+    label.append(svg("title", {}, `${visible(host)}${leftOut ? `; ${leftOut} spans were not recorded` : ""}`));
+    parts.push(label);
+    const open = [];
+    for (const [name, begin, seconds, waits] of spans) {
+      while (open.length && open[open.length - 1] <= begin + 1e-9) open.pop();
+      const depth = Math.min(open.length, 3);
+      open.push(begin + seconds);
+      parts.push(rect(begin, begin + seconds, y + 4 * depth, 22 - 8 * depth, phaseColor(name),
+        `rank ${rank}: ${visible(name)}, ${num(seconds, 3)} s from ${num(begin, 4)} s` + (waits ? `; ${waits} wait here` : "")));
+      if (!depth && x(begin + seconds) - x(begin) > 8 * name.length)
+        parts.push(svg("text", { x: x(begin) + 4, y: y + 15, fill: "#fff", class: "inside" }, visible(name)));
+    }
+  });
+  for (const wait of chunk.waits) {
+    const [, rank, other, begin, seconds] = wait;
+    if (!rows.has(rank)) continue;
+    const y = 20 + rows.get(rank) * line;
+    parts.push(rect(begin, begin + seconds, y, 22, "url(#waits)", waitText(wait)));
+    if (rows.has(other) && x(seconds) - x(0) > 6) {
+      const from = 20 + rows.get(other) * line + 11, to = y + 11, at = x(begin + seconds);
+      parts.push(svg("path", { d: `M${at},${from} L${at},${to}`, stroke: css("--text"), "stroke-width": 1.2, "stroke-dasharray": "3 2" }),
+        svg("circle", { cx: at, cy: from, r: 3, fill: css("--text") }));
+    }
+  }
+  for (const [rank, name, begin, seconds] of chunk.path)
+    if (rows.has(rank)) parts.push(rect(begin, begin + seconds, 20 + rows.get(rank) * line + 24, 4, css("--text"), `critical path: ${visible(name)} on rank ${rank}, ${num(seconds, 3)} s`));
+  place.append(svg("svg", { width, height: 26 + shown.length * line, role: "img", "aria-label": "timeline of the ranks" }, parts),
+    h("p", { className: "small pale" }, "Striped: the rank waits for another one; the dot is at the rank that entered last. Black line below: the critical path."));
+  if (chunk.ranks.length > most)
+    place.append(h("button", { onclick: () => place.replaceWith(timelineRows(chunk, Infinity)) }, `show all ${chunk.ranks.length} ranks`));
+  return place;
+}
+
+function waitsTable(waits) {
+  if (!waits.length) return h("p", { className: "pale" }, "No rank waited for another one, or one rank alone recorded the step.");
+  return h("table", {}, h("thead", {}, h("tr", {}, ["rank", "waited, s", "in", "for rank", "which was in"].map((t) => h("th", { className: t.endsWith("in") ? "text" : "" }, t)))),
+    h("tbody", {}, waits.slice(0, 12).map(([name, rank, other, , seconds, doing]) => h("tr", {}, h("td", {}, String(rank)), h("td", {}, num(seconds, 3)),
+      h("td", { className: "text" }, visible(name)), h("td", {}, String(other)), h("td", { className: "text" }, visible(doing))))));
 }
 
 /** Return the metrics that changed most at a step, against the ten steps before. */
@@ -546,7 +643,7 @@ function changes(steps, columns, at) {
     if (earlier.length < 3 || !now.length) continue;
     const usual = mean(earlier), here = mean(now);
     const spread = Math.sqrt(mean(earlier.map((v) => (v - usual) ** 2)));
-    const times = Math.abs(here - usual) / (spread + 1e-3 * Math.abs(usual) + 1e-12);
+    const times = Math.abs(here - usual) / (spread + 0.01 * Math.abs(usual) + 1e-12);
     rows.push([name, usual, here, times]);
   }
   rows.sort((a, b) => b[3] - a[3]);
@@ -598,6 +695,7 @@ async function drawRollouts(main) {
   again();
 }
 
+const opened = new Set(); // "step/group" of the groups that are open
 const FILTERS = ["text", "group", "row", "least", "most", "only"];
 const firstTraces = (group) => group.samples.filter((s) => s.trace === 0 && s.sample >= 0);
 const rewardsOf = (group) => known(firstTraces(group).map((s) => s.reward));
@@ -671,10 +769,14 @@ function groupElement(group, own, chunk) {
   const valid = known(rewards);
   const body = h("div", {});
   const element = h("details", { data: { group: group.group },
-    ontoggle: () => { if (element.open && !body.childNodes.length) fillGroup(body, group, own, chunk); } },
+    ontoggle: () => {
+      opened[element.open ? "add" : "delete"](`${chunk.step}/${group.group}`);
+      if (element.open && !body.childNodes.length) fillGroup(body, group, own, chunk);
+    } },
     h("summary", {}, `group ${group.group}, data row ${group.row + 1}  `, squares,
       ` mean ${valid.length ? num(mean(valid), 3) : "\u2013"}  `,
       h("span", { className: "pale" }, visible(promptText(group).replace(/\s+/g, " ").slice(0, 110)))), body);
+  element.open = opened.has(`${chunk.step}/${group.group}`);
   return element;
 }
 
@@ -783,7 +885,7 @@ function fillTokens(pre, sample, chunk, largest) {
     span.classList.add("at");
     const words = [`token ${sample.start + k}`, `id ${token}`, hasText ? JSON.stringify(visible(chunk.vocabulary[token] ?? "")) : ""];
     if (is) words.push(`probability ${logprob === null ? "\u2013" : percent(Math.exp(logprob))}`, `logprob ${num(logprob)} nats`, `version ${version}`,
-      sample.advantage === null ? "" : `advantage ${num(sample.advantage)}`);
+      ...(sample.advantage === null ? [] : [`advantage ${num(sample.advantage)}`, `advantage x (1 - probability) ${num(sample.advantage * (1 - Math.exp(logprob ?? 0)))}`]));
     else words.push("read, not sampled");
     document.getElementById("token").textContent = words.filter(Boolean).join(",  ");
   };
@@ -876,12 +978,31 @@ async function drawEvaluations(main) {
   main.append(h("p", { className: "small pale" }, "Mean over problems \u00b1 half of its 95% interval. A row belongs to the weights after that many steps."));
   for (const i of shown) main.append(h("h2", {}, dot(i), visible(DATA.runs[i].name)), estimatesTable(DATA.runs[i].evaluations));
   const i = shown.includes(chosenRun()) ? chosenRun() : shown[0];
+  const fitted = DATA.runs[i].forecast;
+  if (fitted) main.append(h("h2", {}, "Forecast of held-out reward, ", visible(DATA.runs[i].name)), h("div", { className: fitted.curve.length ? "say" : "pale" }, fitted.text));
+  if (fitted && fitted.curve.length) main.append(forecastPanel(i, fitted.curve));
   const place = h("div", {});
   main.append(h("h2", {}, "Problem by problem"), h("div", { className: "row" }, runSelect(),
     choice("order", "order2", [["change", "largest fall first"], ["gain", "largest gain first"], ["low", "lowest reward first"], ["index", "by row"]])), place);
   const problems = await part(`problems-${i}`).catch(() => null);
   if (turn !== drawing) return;
   place.append(problems ? problemsTable(problems) : h("p", { className: "note" }, "The problems cannot be unpacked."));
+}
+
+/** Draw the evaluations of a run, the curve through them and its interval. */
+function forecastPanel(run, curve) {
+  const { steps, columns } = DATA.runs[run].tables.evaluation;
+  const plot = h("div", { className: "plot" });
+  const xs = [...new Set([...steps, ...curve.map(([x]) => x)])].sort((a, b) => a - b);
+  const column = (pairs) => { const at = new Map(pairs); return xs.map((x) => at.get(x)); };
+  const data = [xs, column(curve.map((p) => [p[0], p[3]])), column(curve.map((p) => [p[0], p[2]])), column(curve.map((p) => [p[0], p[1]])),
+    column(steps.map((x, k) => [x, columns["eval/reward"][k]]))];
+  const faint = { stroke: runColor(run) + "55", width: 1, spanGaps: true, points: { show: false } };
+  const panel = h("div", { className: "chart", style: { maxWidth: "60em" } }, h("h3", {}, "eval/reward by steps: evaluations, fitted curve, 95% interval"), plot);
+  whenSeen(panel, () => plots.push(new uPlot({ width: plot.clientWidth || 600, height: 220, legend: { show: false }, axes: axes(),
+    scales: { x: { time: false }, y: { range: rangeOf } }, bands: [{ series: [1, 2], fill: runColor(run) + "22" }],
+    series: [{}, faint, faint, { ...faint, stroke: runColor(run), width: 1.6 }, { stroke: runColor(run), width: 0, points: { show: true, size: 7, fill: runColor(run) } }] }, data, plot)));
+  return panel;
 }
 
 function estimatesTable(evaluations) {
@@ -923,6 +1044,9 @@ function problemsTable({ steps, problems }) {
 
 // ------------------------------------------------------------------ memory
 
+const sum = (causes) => Object.values(causes).reduce((a, b) => a + b, 0);
+const bytesText = (bytes) => (bytes >= 2 ** 30 / 10 ? `${num(bytes / 2 ** 30, 3)} GiB` : `${num(bytes / 2 ** 20, 3)} MiB`);
+
 function drawMemory(main) {
   const i = chosenRun();
   const run = DATA.runs[i];
@@ -930,23 +1054,23 @@ function drawMemory(main) {
   const columns = training(i).columns;
   const measured = Object.keys(columns).filter((name) => name.startsWith("mem/"));
   main.append(h("h2", {}, "Measured on rank 0"), measured.length ? h("table", {},
-    h("thead", {}, h("tr", {}, ["metric", "first, GiB", "largest, GiB", "meaning"].map((t) => h("th", { className: t === "meaning" ? "text" : "" }, t)))),
+    h("thead", {}, h("tr", {}, ["metric", "first, GiB", "largest, GiB", "planned", "meaning"].map((t) => h("th", { className: t === "meaning" ? "text" : "" }, t)))),
     h("tbody", {}, measured.map((name) => { const values = known(columns[name]);
-      return h("tr", {}, h("td", {}, name), h("td", {}, num(values[0], 3)), h("td", {}, num(values.reduce((a, b) => Math.max(a, b)), 3)), h("td", { className: "text" }, meaning(name)[1])); })))
+      return h("tr", {}, h("td", {}, name), h("td", {}, num(values[0], 3)), h("td", {}, num(values.reduce((a, b) => Math.max(a, b)), 3)),
+        h("td", {}, name === "mem/cuda_gib" && run.plan ? bytesText(sum(run.plan.trainer_bytes)) : "\u2013"), h("td", { className: "text" }, meaning(name)[1])); })))
     : h("p", { className: "pale" }, "No memory was recorded."));
   main.append(h("h2", {}, "Planned for a rank, by cause"));
   if (!run.plan) {
-    main.append(h("p", { className: "pale" }, "There is no plan on this page: `python -m spmdrl view` adds it where the model's config.json is at hand."));
+    main.append(h("p", { className: "pale" }, "There is no plan on this page: python -m spmdrl view adds it where the model's config.json is at hand."));
     return;
   }
-  const gib = (bytes) => bytes / 2 ** 30;
   for (const [title, causes] of [["trainer", run.plan.trainer_bytes], ["engine", run.plan.engine_bytes], ["host memory of a node", run.plan.host_bytes]]) {
-    const total = Object.values(causes).reduce((a, b) => a + b, 0);
+    const total = sum(causes);
     if (!total) continue;
     const entries = Object.entries(causes).filter(([, bytes]) => bytes).sort((a, b) => b[1] - a[1]);
-    main.append(h("h3", {}, `${title}: ${num(gib(total), 3)} GiB` + (title === "trainer" && run.plan.trainer_moment ? `, at its peak (${run.plan.trainer_moment})` : "")),
-      h("div", { className: "stack", style: { width: "60em", maxWidth: "100%" } }, entries.map(([name, bytes], k) => h("div", { title: `${name}: ${num(gib(bytes), 3)} GiB`, style: { width: `${(100 * bytes) / total}%`, background: RUN_COLORS[k % RUN_COLORS.length] } }))),
-      h("table", {}, h("tbody", {}, entries.map(([name, bytes], k) => h("tr", {}, h("td", {}, h("span", { className: "dot", style: { background: RUN_COLORS[k % RUN_COLORS.length] } }), name), h("td", {}, `${num(gib(bytes), 3)} GiB`), h("td", {}, percent(bytes / total)))))));
+    main.append(h("h3", {}, `${title}: ${bytesText(total)}` + (title === "trainer" && run.plan.trainer_moment ? `, at its peak (${run.plan.trainer_moment})` : "")),
+      h("div", { className: "stack", style: { width: "60em", maxWidth: "100%" } }, entries.map(([name, bytes], k) => h("div", { title: `${name}: ${bytesText(bytes)}`, style: { width: `${(100 * bytes) / total}%`, background: RUN_COLORS[k % RUN_COLORS.length] } }))),
+      h("table", {}, h("tbody", {}, entries.map(([name, bytes], k) => h("tr", {}, h("td", {}, h("span", { className: "dot", style: { background: RUN_COLORS[k % RUN_COLORS.length] } }), name), h("td", {}, bytesText(bytes)), h("td", {}, percent(bytes / total)))))));
   }
   main.append(h("p", { className: "small pale" }, "The plan is for the longest sequences that the settings allow; `python -m spmdrl plan` explains it."));
 }
@@ -991,27 +1115,21 @@ function reloadLater() {
     const isTyping = active && ["INPUT", "SELECT"].includes(active.tagName);
     if (document.hidden || isTyping || String(getSelection())) reloadLater();
     else {
-      const open = [...document.querySelectorAll("details[open]")].map((d) => d.dataset.group);
-      try { sessionStorage.setItem(PLACE, JSON.stringify({ y: scrollY, open })); } catch { /* a browser without storage */ }
+      try { sessionStorage.setItem(PLACE, JSON.stringify({ y: scrollY, open: [...opened] })); } catch { /* a browser without storage */ }
       location.reload();
     }
   }, 1000 * DATA.reload_s);
 }
 
-/** Go back to where the page was before it loaded itself again. */
-async function restorePlace() {
-  let place = null;
+/** Return where the page was before it loaded itself again. */
+function placeBefore() {
   try {
-    place = JSON.parse(sessionStorage.getItem(PLACE) || "null");
+    const place = JSON.parse(sessionStorage.getItem(PLACE) || "null");
     sessionStorage.removeItem(PLACE);
-  } catch { /* a browser without storage */ }
-  if (!place) return;
-  await drawn;
-  for (const number of place.open) {
-    const element = document.querySelector(`details[data-group="${Number(number)}"]`);
-    if (element) element.open = true;
+    return place;
+  } catch {
+    return null; // a browser without storage
   }
-  setTimeout(() => scrollTo(0, place.y), 50);
 }
 
 async function start() {
@@ -1022,8 +1140,11 @@ async function start() {
     document.getElementById("page").append(h("p", { className: "note" }, "The data of this page cannot be unpacked: it was cut off, or this browser is too old (DecompressionStream)."));
     return;
   }
+  const place = placeBefore();
+  for (const group of place ? place.open : []) opened.add(group);
   draw();
-  await restorePlace();
+  await drawn;
+  if (place) setTimeout(() => scrollTo(0, place.y), 50);
   reloadLater();
   document.body.dataset.ready = "1";
 }

@@ -29,9 +29,12 @@ from spmdrl.report.page.folder import (
     config_values,
     environment_values,
     evaluations,
+    forecast_of,
     metric_tables,
     step_times,
 )
+from spmdrl.report.page.timelines import timeline_bytes, timeline_chunk
+from spmdrl.report.timeline import read_timeline
 from spmdrl.run_folder import rename, write_file
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ _HERE = Path(__file__).parent
 _SCRIPTS = ("vendor/uplot.js", "page.js")
 _STYLES = ("vendor/uplot.css", "page.css")
 _MIB = 2**20
+_KINDS = ("rollouts", "timeline")
+"""Parts of a page that there is one of for each step."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,9 @@ class PageLimits:
     """How much of recorded rollouts and timelines a page holds."""
 
     mib: float = 64.0
-    """Of the page's parts by step."""
+    """Of each of the two."""
     seconds: float = math.inf
-    """For reading them."""
+    """For reading each of the two."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +103,16 @@ class RunPage:
         parts: dict[str, str] = {}
         runs = []
         left_out = ""
-        budget = _Budget(self.limits)
+        budgets = {name: _Budget(self.limits) for name in _KINDS}
         for number, folder in enumerate(self.folders):
-            run, own = self._run(folder, number, budget)
+            run, own = self._run(folder, number, budgets)
             runs.append(run)
             parts |= own
-        if budget.left_out:
+        skipped = [f"{b.left_out} of {name}" for name, b in budgets.items() if b.left_out]
+        if skipped:
             left_out = (
-                f"{budget.left_out} steps of rollouts are left out of the page, which holds at "
-                f"most {self.limits.mib:g} MiB of them"
+                f"some steps are left out of the page ({', '.join(skipped)}), for each of which at "
+                f"most {self.limits.mib:g} MiB and {self.limits.seconds:g} s are used"
             )
         self.is_done = all(_is_done(run) for run in runs)
         metrics = {name: [one.unit, one.description] for name, one in GLOSSARY.items()}
@@ -120,7 +126,7 @@ class RunPage:
         return left_out
 
     def _run(
-        self, folder: Path, number: int, budget: _Budget
+        self, folder: Path, number: int, budgets: dict[str, _Budget]
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return a run's description, and its parts by key."""
         notes = Notes()
@@ -128,8 +134,10 @@ class RunPage:
         tables = metric_tables(folder, notes)
         evaluated, problems = evaluations(folder, notes)
         parts = {f"problems-{number}": packed(problems)} if evaluated else {}
-        rollouts = self._rollouts(folder, notes, budget)
-        parts |= {f"rollouts-{number}-{step}": part for step, part in rollouts.items()}
+        rollouts = self._rollouts(folder, notes, budgets["rollouts"])
+        timeline = self._timeline(folder, notes, budgets["timeline"])
+        for kind, own in (("rollouts", rollouts), ("timeline", timeline)):
+            parts |= {f"{kind}-{number}-{step}": part for step, part in own.items()}
         run = {
             "name": folder.name or str(folder),
             "path": str(folder),
@@ -139,7 +147,9 @@ class RunPage:
             "tables": tables,
             "times": step_times(tables["training"]),
             "evaluations": evaluated,
+            "forecast": forecast_of(tables["evaluation"]),
             "rollouts": sorted(rollouts),
+            "timeline": sorted(timeline),
             "plan": notes.attempt("the plan of its memory", lambda: self._plan(folder)),
             "notes": notes.lines,
         }
@@ -179,6 +189,30 @@ class RunPage:
                 found[step] = self._packed[key]
         return found
 
+    def _timeline(self, folder: Path, notes: Notes, budget: _Budget) -> dict[int, str]:
+        """Return the parts of the steps that ranks recorded, by step."""
+        what = "the timeline is not shown"
+        size = notes.attempt(what, lambda: timeline_bytes(folder))
+        if not size:
+            return {}
+        if size > self.limits.mib * _MIB:
+            notes.add(
+                f"{what}: its files have {size / _MIB:.0f} MiB, more than {self.limits.mib:g}; "
+                "python -m spmdrl timeline reads them"
+            )
+            return {}
+        steps = notes.attempt(what, lambda: read_timeline(folder)) or []
+        by_step = {ranks[0].step: ranks for ranks in steps}
+        found = {}
+        for step in budget.steps([*by_step]):
+            ranks = by_step[step]
+            key = ("timeline", folder, step, *((one.rank, one.began_unix_s) for one in ranks))
+            if key not in self._packed:
+                self._packed[key] = packed(timeline_chunk(ranks))
+            if budget.takes(self._packed[key]):
+                found[step] = self._packed[key]
+        return found
+
     def _part(self, reader: GroupReader, step: int, notes: Notes) -> str:
         from spmdrl.report.page.rollouts import step_chunk
         from spmdrl.rollout.recordings import reading
@@ -202,12 +236,14 @@ class _Budget:
 
     def __init__(self, limits: PageLimits):
         self._bytes = limits.mib * _MIB
-        self._ends_at = time.monotonic() + limits.seconds
+        self._seconds = limits.seconds
+        self._ends_at = 0.0  # 0 before the first step is read
         self.left_out = 0
         """Steps that did not fit."""
 
     def steps(self, steps: Sequence[int]) -> Iterator[int]:
         """Yield steps, those that show most of a run first, while the budget lasts."""
+        self._ends_at = self._ends_at or time.monotonic() + self._seconds
         for count, step in enumerate(spread(steps)):
             if self._bytes <= 0 or time.monotonic() > self._ends_at:
                 self.left_out += len(steps) - count

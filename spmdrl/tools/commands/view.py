@@ -37,6 +37,7 @@ def view(
     html: Path | None = None,
     follow: bool = False,
     limit_mib: float = 64.0,
+    limit_s: float = 120.0,
     list_steps: bool = False,
     step: int | None = None,
     group: int | None = None,
@@ -54,7 +55,8 @@ def view(
         html: the page to write; by default page.html in the first run's folder. With --step,
             the page has the rollouts of that step alone.
         follow: write the page again every few seconds until the runs have done all their steps.
-        limit_mib: MiB of rollouts and timelines on the page; steps that show most come first.
+        limit_mib: MiB of rollouts, and of timelines, on the page.
+        limit_s: seconds for reading each of the two.
         list_steps: list the recorded steps.
         step: list its groups.
         group: show its responses; needs --step.
@@ -79,7 +81,10 @@ def view(
             raise Refusal(f"--list-steps and --step show one run; {len(runs)} are named")
         return _text(runs[0], step, group, tokens, sort, limit, tokenizer=tokenizer, **trusts)
     choice = dict(step=step, group=group, tokenizer=tokenizer, **trusts)
-    return _page(runs, html, follow=follow, limit_mib=limit_mib, choice=choice)
+    for name, value in (("--limit-mib", limit_mib), ("--limit-s", limit_s)):
+        if not value > 0:
+            raise Refusal(f"{name} {value:g}: expected a number above 0")
+    return _page(runs, html, follow=follow, limits=(limit_mib, limit_s), choice=choice)
 
 
 def _text(
@@ -105,12 +110,17 @@ def _text(
 
 
 def _page(
-    runs: list[Path], html: Path | None, *, follow: bool, limit_mib: float, choice: dict[str, Any]
+    runs: list[Path],
+    html: Path | None,
+    *,
+    follow: bool,
+    limits: tuple[float, float],
+    choice: dict[str, Any],
 ) -> str:
     """Write the page and return a text that says where it is.
 
     Args:
-        choice: fields of `RolloutChoice`.
+        limits, choice: fields of `PageLimits` and `RolloutChoice`.
     Raises: Refusal for a folder that is no run's, and a page that cannot be written.
     """
     from spmdrl.report.page.write import PAGE, PageLimits, RolloutChoice, RunPage
@@ -119,20 +129,15 @@ def _page(
         raise Refusal("name the output_dir of at least one run")
     for run in runs:
         _check_run(run)
-    if not limit_mib > 0:
-        raise Refusal(f"--limit-mib {limit_mib:g}: expected a number above 0")
     out = html or runs[0] / PAGE
     page = RunPage(
-        runs,
-        limits=PageLimits(mib=limit_mib),
-        choice=RolloutChoice(**choice),
-        plan_of=cache(_plan_of),
+        runs, limits=PageLimits(*limits), choice=RolloutChoice(**choice), plan_of=cache(_plan_of)
     )
     with refusing(f"--html {out}: no page can be written there", OSError):
         if follow:
             _follow(page, out)
         left_out = page.write(out)
-    hint = f"\n{left_out}; --limit-mib takes more" if left_out else ""
+    hint = f"\n{left_out}; --limit-mib and --limit-s take more" if left_out else ""
     return f"wrote {out}{hint}"
 
 

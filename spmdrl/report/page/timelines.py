@@ -1,0 +1,60 @@
+"""The timeline of a step in the compact form that the page reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdrl.report.timeline import FOLDER, RankStep, rank_files
+from spmdrl.report.waits import critical_path, waits_of
+
+_MOST_WAITS = 200
+_MOST_SPANS = 20_000
+
+
+def timeline_bytes(folder: Path) -> int:
+    """Return the size of the timeline files of a run."""
+    return sum(path.stat().st_size for path in rank_files(folder / FOLDER).values())
+
+
+def timeline_chunk(ranks: Sequence[RankStep]) -> dict[str, Any]:
+    """Return what the ranks did in a step. Times are in seconds since its first rank began.
+
+    Returns:
+        `ranks`: [[rank, host, replica, begin, spans left out, [[name, begin, seconds, waits]]]];
+        `waits`: [[name, rank, rank that it waited for, begin, seconds, what that rank did]], the
+            longest first;
+        `path`: the critical path, [[rank, name, begin, seconds]].
+    """
+    began = min(one.began_unix_s for one in ranks)
+    most = max(1, _MOST_SPANS // len(ranks))
+
+    def since(unix_s: float) -> float:
+        return round(unix_s - began, 6)
+
+    rows = []
+    for one in ranks:
+        offset = since(one.began_unix_s)
+        spans = [
+            [span.name, round(offset + span.start_s, 6), round(span.seconds, 6), span.waits]
+            for span in one.spans[:most]
+        ]
+        left_out = one.left_out + max(0, len(one.spans) - most)
+        rows.append([one.rank, one.host, one.replica, offset, left_out, spans])
+    waits = [
+        [
+            one.name,
+            one.rank,
+            one.for_rank,
+            since(one.began_unix_s),
+            round(one.seconds, 6),
+            one.doing,
+        ]
+        for one in waits_of(ranks)[:_MOST_WAITS]
+    ]
+    path = [
+        [part.rank, part.name, since(part.began_unix_s), round(part.seconds, 6)]
+        for part in critical_path(ranks)
+    ]
+    return {"ranks": rows, "waits": waits, "path": path}
