@@ -1,9 +1,9 @@
 """Floating point operations of a model on real tokens, and what share of a GPU's peak they are.
 
 A multiply-add counts as two operations. Counted are the necessary matmuls: weights times tokens
-(for experts, the chosen ones), attention over visible pairs of tokens, and the output head on
-scored positions. Elementwise operations, padding, recomputation (activation checkpointing, and the
-head's logits in its backward pass) and towers are not counted.
+(for experts, the chosen ones), attention over visible pairs of tokens, layers with a state token by
+token, and the output head on scored positions. Elementwise operations, padding, recomputation
+(activation checkpointing, and the head's logits in its backward pass) and towers are not counted.
 Source: arXiv 2204.02311, appendix B (model FLOPs utilisation). Deviation: attention is causal, so
 only half of its pairs count.
 """
@@ -30,7 +30,7 @@ class Flops:
     """One forward pass, in floating point operations by where they happen."""
 
     blocks: float  # linear layers, experts and routers
-    attention: float  # scores and their weighted sums
+    attention: float  # scores and their weighted sums; states
     head: float  # logits
 
     @property
@@ -59,6 +59,8 @@ def forward_flops(
         pairs = visible_pairs(lengths, window=own.window)
         pairs -= visible_pairs(before, window=own.window)
         attention += count * per_pair * pairs
+        if block.state is not None:
+            attention += count * tokens * block.state.flops
     return Flops(
         blocks=2.0 * tokens * sum(count * block.matmul_numel for block, count in shape.kinds),
         attention=attention,

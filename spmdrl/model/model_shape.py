@@ -1,7 +1,8 @@
 """A model in numbers, read off its modules on the meta device: a config.json is enough.
 
 `ModelCounts` says what the axes of a mesh divide, for any model. `ModelShape` has the size of every
-weight, from which memory, traffic and FLOPs follow; it knows blocks of attention and MLP only.
+weight, from which memory, traffic and FLOPs follow; it knows blocks of an MLP and of attention or a
+layer with a state.
 Equal blocks are equal and hashable, so that a result is computed once for all of them. The
 config.json files of some well-known models are in `shapes/`, for planning without a network.
 """
@@ -22,6 +23,7 @@ from torch import nn
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
+from spmdrl.model.attention.packed_states import supports_packed_states
 from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
 from spmdrl.model.parallel import sequence_parallel
@@ -64,6 +66,35 @@ class Attention:
     """For latent attention: ranks of the query and key/value projections, rotary dims."""
 
 
+NO_ATTENTION = Attention(0, 0, 0, 0, window=None, has_softcap=False, has_qk_norm=False)
+"""Of a block that has a layer with a state in its place."""
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """A layer that keeps a state [keys, values] per head: gated delta net, Mamba 2; or only the
+    last tokens of a convolution."""
+
+    heads: int
+    keys: int
+    values: int
+    channels: int  # of the convolution
+    kernel: int  # tokens that it sees
+    corrects: bool  # gated delta nets also read what the state answers to a key
+
+    @property
+    def numel(self) -> int:
+        """Elements of the state of one sequence, with the last inputs of the convolution."""
+        return self.heads * self.keys * self.values + self.channels * (self.kernel - 1)
+
+    @property
+    def flops(self) -> int:
+        """Operations of a token beyond projections: convolve, read, decay by a product, write."""
+        products = 3 if self.corrects else 2
+        of_state = 2 * products * self.heads * self.keys * self.values
+        return of_state + 2 * self.channels * self.kernel
+
+
 @dataclass(frozen=True)
 class Experts:
     """The routed experts of a block."""
@@ -82,6 +113,7 @@ class Block:
     norms: int  # over the hidden size
     intermediate: int  # of the dense or shared gated MLP; 0 without one
     experts: Experts | None = None
+    state: StateLayer | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -317,11 +349,12 @@ def tp_problem(hf_model: nn.Module) -> str:
 def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any) -> Block:
     mlp = getattr(module, "mlp", None) or getattr(module, "feed_forward", None)
     attention = getattr(module, "self_attn", None)
-    if mlp is None or attention is None:
+    state = next(filter(supports_packed_states, module.children()), None)
+    if mlp is None or (attention is None) == (state is None):
         children = ", ".join(n for n, _ in module.named_children())
         raise Refusal(
             f"model: a block of {type(module).__name__} has {children}; only blocks "
-            "with self_attn and mlp are known"
+            "with an mlp, and with self_attn or a layer with a state, are known"
         )
     experts = getattr(mlp, "experts", None)
     shared = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
@@ -333,10 +366,24 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
             Weight(n, tuple(p.shape), split_dim(f"{name}.{n}", styles), is_expert=".experts." in n)
             for n, p in module.named_parameters()
         ),
-        attention=_attention(attention, config=config),
+        attention=NO_ATTENTION if attention is None else _attention(attention, config=config),
         norms=sum(_width(norm) in (None, hidden) for norm in own),
         intermediate=0 if dense is None else _intermediate(dense),
         experts=None if experts is None else _experts(mlp, config=config),
+        state=None if state is None else _state(state),
+    )
+
+
+def _state(module: Any) -> StateLayer:
+    convolution = next(part for part in module.children() if isinstance(part, nn.Conv1d))
+    corrects = hasattr(module, "num_v_heads")
+    return StateLayer(
+        heads=module.num_v_heads if corrects else getattr(module, "num_heads", 0),
+        keys=module.head_k_dim if corrects else getattr(module, "ssm_state_size", 0),
+        values=module.head_v_dim if corrects else getattr(module, "head_dim", 0),
+        channels=convolution.in_channels,
+        kernel=convolution.kernel_size[0],
+        corrects=corrects,
     )
 
 
@@ -431,6 +478,8 @@ _SHAPE_OF = {
     "meta-llama/Llama-3.1-8B": "llama-3-8b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3-8b",
     "allenai/Llama-3.1-Tulu-3-8B-SFT": "llama-3-8b",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
+    "Qwen/Qwen3.5-35B-A3B-Base": "qwen3.5-35b-a3b",
     "deepseek-ai/DeepSeek-V3": "deepseek-v3",
     "deepseek-ai/DeepSeek-V3-Base": "deepseek-v3",
     "deepseek-ai/DeepSeek-V3-0324": "deepseek-v3",

@@ -40,6 +40,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": _WINDOWS,
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
+WITH_STATE: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+    },
+}
 
 
 def tiny_config(family: str, **sizes: Any) -> Any:
@@ -57,7 +73,7 @@ def tiny_config(family: str, **sizes: Any) -> Any:
             max_position_embeddings=512,
             tie_word_embeddings="gemma" in family,
         )
-        | FAMILIES[family]
+        | (FAMILIES | WITH_STATE)[family]
         | sizes,
     )
 

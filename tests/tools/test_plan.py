@@ -43,6 +43,9 @@ PARAMETERS = {
     "qwen3-32b": (32.8, 32.0),
     "qwen3-30b-a3b": (30.5, 3.04),
     "qwen3-235b-a22b": (235.1, 21.6),
+    "qwen3.5-35b-a3b": (34.7, 2.94),
+    "llama-3-8b": (8.03, 7.50),
+    "qwen2.5-vl-7b": (8.29, 7.07),
     "deepseek-v3": (671.0, 36.6),
 }
 """As their makers say, in billions: all, and those that a token meets (without its embedding)."""

@@ -42,6 +42,7 @@ from spmdrl.world.machine.hardware import CPU_LINK
 from spmdrl.world.machine.live_bytes import peak_bytes
 from tests.helpers.plan_runs import (
     FAMILIES,
+    WITH_STATE,
     hold,
     run_config,
     saved_by_family,
@@ -139,7 +140,7 @@ def _compare(family: str, layout: dict, tmp_path: Path, *, sizes: dict, within: 
 
 
 def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
-    folders = {f: write_model(tmp_path / f, f) for f in FAMILIES}
+    folders = {f: write_model(tmp_path / f, f) for f in FAMILIES | WITH_STATE}
     cases = [
         (family, dtype, recomputes, lengths, 0)
         for family in FAMILIES
@@ -154,6 +155,11 @@ def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
         (family, "float32", False, [prompt + response] * 5, prompt)
         for family in ("llama", "gemma2")
         for prompt, response in ((40, 70), (150, 12))
+    ]
+    cases += [
+        (family, dtype, False, [120, 90, 33, 20, 7], 0)
+        for family in WITH_STATE
+        for dtype in ("float32", "bfloat16")
     ]
     first = run_config(folders["llama"], str(tmp_path), placement="offline")
     measured = in_world(first, saved_by_family, folders, cases)[0]
@@ -172,7 +178,7 @@ def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
         scored = sum(lengths) - (3 + shared) * len(lengths)
         own = saved_bytes(_shape(family), work, num_scored=scored)
         planned = own.blocks + own.rest  # what is made again is not there yet
-        assert planned == pytest.approx(found, rel=0.05), (
+        assert planned == pytest.approx(found, rel=0.08 if family in WITH_STATE else 0.05), (
             family,
             dtype,
             recomputes,
@@ -195,6 +201,22 @@ def test_a_vllm_engine_holds_what_the_plan_says(tmp_path):
 
 
 # --------------------------------------------------------------------------- by hand
+
+
+def test_layers_with_a_state_take_memory_by_the_sequence_and_not_by_the_token(tmp_path):
+    shape = _shape("qwen3_5_text")
+    (state,) = [block.state for block in shape.blocks if block.state]
+    assert (state.heads, state.keys, state.values) == (4, 32, 32)
+    assert (state.channels, state.kernel, state.corrects) == (2 * 2 * 32 + 4 * 32, 4, True)
+    assert state.numel == 4 * 32 * 32 + 256 * 3
+    assert state.flops == 6 * 4 * 32 * 32 + 2 * 256 * 4
+    cfg = run_config(str(tmp_path), str(tmp_path), world_size=2, inference_tp=1)
+    run = _run(changed(cfg, engine={"kind": "vllm"}), shape)
+    axes = axes_of(run.cfg)
+    assert cache_bytes_per_token(run, axes) == 2 * 2 * 16 * run.engine_bytes
+    held = engine_memory(run, axes, memory_bytes=0)
+    of_states = run.engine.max_num_seqs * state.numel * run.engine_bytes
+    assert held.causes["states of sequences"] == of_states
 
 
 def _gpu_run(cfg: Config, shape: ModelShape, *, lora_numel: int = 0, **engine: object) -> Run:

@@ -33,7 +33,7 @@ from transformers.activations import ACT2FN
 from spmdrl.model.attention.packing import Packing
 from spmdrl.model.parallel.state_exchange import StateRow
 
-_CHUNK = 64
+CHUNK = 64
 """Tokens that are computed by matmuls; the state goes from chunk to chunk."""
 
 
@@ -161,16 +161,16 @@ class _Chunks:
 
     @classmethod
     def of(cls, packing: Packing, tokens: int) -> _Chunks:
-        numbers = F.pad(_numbers(packing, tokens), (0, -tokens % _CHUNK), value=-1)
-        numbers = numbers.view(-1, _CHUNK)
+        numbers = F.pad(_numbers(packing, tokens), (0, -tokens % CHUNK), value=-1)
+        numbers = numbers.view(-1, CHUNK)
         before = F.pad(numbers[:-1, -1], (1, 0), value=-2)
-        causal = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=numbers.device).tril()
+        causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=numbers.device).tril()
         together = (numbers[:, :, None] == numbers[:, None, :]) & causal
         return cls(tokens, together, numbers == before[:, None])
 
     def cut(self, x: Tensor) -> Tensor:
         """Return [h, T, D] as float32 [h, C, L, D], with zeros in the place of padding."""
-        return F.pad(x.float(), (0, 0, 0, -self.tokens % _CHUNK)).unflatten(1, (-1, _CHUNK))
+        return F.pad(x.float(), (0, 0, 0, -self.tokens % CHUNK)).unflatten(1, (-1, CHUNK))
 
     def joined(self, x: Tensor) -> Tensor:
         """Return [h, C, L, D] as [h, T, D]."""
@@ -187,8 +187,8 @@ class _Chunks:
         """
         # Sums of the steps between two tokens, and not differences of sums from the beginning of
         # the chunk, which lose digits.
-        steps = log_decay[..., None].expand(*log_decay.shape, _CHUNK)
-        later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=steps.device).tril(-1)
+        steps = log_decay[..., None].expand(*log_decay.shape, CHUNK)
+        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=steps.device).tril(-1)
         between = steps.where(later, 0.0).cumsum(-2)
         between = between.masked_fill(~self.together, -torch.inf).exp()
         from_start = log_decay.cumsum(-1).exp().where(self.continued, 0.0)

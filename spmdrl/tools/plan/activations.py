@@ -18,8 +18,9 @@ from functools import lru_cache
 import torch
 
 from spmdrl.model.attention.kernels import LARGEST_HEAD, is_by_matmul
+from spmdrl.model.attention.packed_states import CHUNK
 from spmdrl.model.attention.packing import PaddedGroup, make_packing
-from spmdrl.model.model_shape import Attention, Block, ModelShape
+from spmdrl.model.model_shape import Attention, Block, ModelShape, StateLayer
 
 _MULTIPROCESSORS = 148
 """Multiprocessors of a B200. Other GPUs have fewer, and need less memory."""
@@ -166,6 +167,7 @@ def _block_bytes(block: Block, shape: ModelShape, work: RowPart) -> int:
     total += tokens * hidden * c  # the input of attention, and that of the MLP
     total += tokens * hidden * c // (tp if block.experts else 1)
     total += _attention_bytes(block.attention, work, is_gemma=is_gemma)
+    total += _state_bytes(block.state, work) if block.state else 0
     return total + mlp_bytes(block, work, hidden=hidden)
 
 
@@ -219,6 +221,28 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
     of_keys = kv_heads * (own.qk_dim + own.v_dim)
     total += work.copied_keys * of_keys * c
     return total + tokens * ((width + of_keys) * c + 4 * heads)
+
+
+def _state_bytes(own: StateLayer, work: RowPart) -> int:
+    """Return the bytes saved of a layer with a state, without its input.
+
+    Plain torch saves, per token: of each head in float32, rows of keys and values (raw, scaled,
+    decayed, solved, normed), rows of a chunk, and its share of a chunk's state. The convolution
+    saves its input once for each of its taps. How many rows these are was measured. Kernels save
+    their inputs, a row of a chunk and the output. Ranks of tp and cp share the heads.
+    """
+    c = work.kernels.compute_bytes
+    tokens = work.tokens / work.cut.tp
+    values = own.heads * own.values
+    if work.kernels.on_gpu:
+        saved = c * (2 * own.keys + 2 * own.values + CHUNK) + 8
+        return int(tokens * (own.heads * saved + c * (2 * own.channels + 2 * values)))
+    keys, rows, chunks = (11, 9, 5) if own.corrects else (6, 7, 3)
+    share = own.keys * own.values / CHUNK
+    per_head = 4 * (keys * own.keys + rows * own.values + chunks * CHUNK + share)
+    padded = math.ceil(tokens / CHUNK) * CHUNK
+    rest = c * (own.kernel + 1) * own.channels + 2 * c * values
+    return int(padded * own.heads * per_head + tokens * rest)
 
 
 def exchange_bytes(own: Attention, work: RowPart) -> int:

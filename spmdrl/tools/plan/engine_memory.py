@@ -90,6 +90,13 @@ def cache_bytes_per_token(run: Run, axes: Axes) -> int:
     return numel * run.engine_bytes
 
 
+def state_bytes_per_sequence(run: Run, axes: Axes) -> int:
+    """Return the bytes of one sequence's states on one engine rank, all layers."""
+    own = ((block.state, count) for block, count in run.shape.kinds)
+    numel = sum(count * state.numel for state, count in own if state)
+    return numel * run.engine_bytes // axes.inference_tp
+
+
 def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     """Return what an engine rank holds.
 
@@ -115,6 +122,10 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
         room = int(run.engine.gpu_memory_frac * memory_bytes) - sum(causes.values())
     else:
         room = int(run.engine.cpu_kv_cache_gib * 2**30)
+    states = run.engine.max_num_seqs * state_bytes_per_sequence(run, axes)
+    if states:
+        causes["states of sequences"] = states
+        room -= states
     per_token = cache_bytes_per_token(run, axes)
     used, sequences, width = _cache(max(0, room), run, per_token=per_token)
     causes["KV cache"] = used

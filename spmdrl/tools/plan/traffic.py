@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spmdrl.model.model_shape import ModelShape
+from spmdrl.model.model_shape import ModelShape, StateLayer
 from spmdrl.sync.buckets import LARGEST
 from spmdrl.tools.plan.engine_memory import engine_weight_bytes, reload_bytes
 from spmdrl.tools.plan.memory import (
@@ -145,13 +145,15 @@ def _tp_passes(shape: ModelShape) -> int:
 
 
 def _context_width(run: Run, axes: Axes) -> float:
-    """Return the elements that a token's attention sends over cp, in all blocks.
+    """Return the elements that a token's attention or state sends over cp, in all blocks.
 
     Ulysses moves queries, keys, values and outputs once. If cp does not divide the heads, keys and
     values go to all other ranks.
     """
     total = 0.0
     for block, count in run.shape.kinds:
+        if block.state is not None:  # tokens for heads, and back
+            total += count * (axes.cp - 1) / axes.cp * _state_width(block.state) / axes.tp
         own = block.attention
         keys = own.kv_heads * (own.qk_dim + own.v_dim)
         if cut_of(run, axes).method != "ulysses":
@@ -160,6 +162,12 @@ def _context_width(run: Run, axes: Axes) -> float:
             queries = own.heads * (own.qk_dim + own.v_dim)
             total += count * (axes.cp - 1) / axes.cp * (keys + queries) / axes.tp
     return total
+
+
+def _state_width(own: StateLayer) -> int:
+    """Return the elements that a token of a layer with a state sends to other ranks: twice the
+    channels of its convolution, the keys, values and gates of its heads, and its output."""
+    return 2 * own.channels + own.heads * (2 * own.keys + 2 * own.values + 2)
 
 
 def push_flows(run: Run, axes: Axes) -> list[Flow]:

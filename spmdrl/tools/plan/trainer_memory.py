@@ -162,7 +162,8 @@ def cut_of(run: Run, axes: Axes) -> Cut:
     """Return how a layout divides the work on a row."""
     if axes.cp == 1:
         return Cut(axes.tp, axes.ep)
-    heads = min(block.attention.heads for block, _ in run.shape.kinds) // axes.tp
+    each = (block.attention.heads for block, _ in run.shape.kinds)
+    heads = min(filter(None, each), default=0) // axes.tp
     method = context_method(run.cfg.model.kernels.context, heads=heads, cp=axes.cp)
     return Cut(axes.tp, axes.ep, axes.cp, method)
 
