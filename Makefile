@@ -9,6 +9,7 @@
 # make models  the whole check of every family: nightly, hours
 # make outside  twenty steps of GRPO in environments of other packages: nightly, minutes
 # make kill    fifty runs that lose a rank at any moment: nightly, an hour; KILL_SEED=1 for others
+# make docs    a site of docs/, README and results in site/, without the network but to install
 # make venv    install only, into .venv; every file by its hash (requirements/)
 # make lock    write the hashes of the pinned packages again, after a version was changed
 # make clean   remove .venv and caches; runs/ stays
@@ -28,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv lock lint test grid models outside kill gpu demo game tools agent see clean
+.PHONY: venv lock lint test docs grid models outside kill gpu demo game tools agent see clean
 
 venv: .venv/installed
 
@@ -67,6 +68,11 @@ lint: venv
 
 test: venv .venv/torchao .venv/liger .venv/triton .venv/torchvision .venv/trackers
 	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
+
+# What pages link to and is not there is an error. The notice is about MkDocs' next version.
+docs: venv .venv/docs
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.venv/docs $(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'site/index.html; with its search: python -m http.server -d site'
 
 grid: venv .venv/torchao .venv/torchvision
 	$(BIN)/python -m pytest -n 2 -m grid
@@ -125,6 +131,12 @@ gpu:
 .venv/openenv: .venv/installed requirements/openenv.txt
 	rm -rf $@
 	$(LOCKED) --target $@ -r requirements/openenv.txt
+	touch $@
+
+# For `make docs`: mkdocs-material, beside the environment, since only the site needs it.
+.venv/docs: .venv/installed requirements/docs.txt
+	rm -rf $@
+	$(LOCKED) --target $@ -r requirements/docs.txt
 	touch $@
 
 # For benchmarks/duel.py. Its other packages are in the environment.
