@@ -108,8 +108,12 @@ class Journal:
                 os.ftruncate(file.fileno(), good)
                 raise
 
-    def read(self) -> Iterator[Entry]:
+    def read(self, *, newest_bytes: int = 0) -> Iterator[Entry]:
         """Yield the rows of the file, up to the first damaged line.
+
+        Args:
+            newest_bytes: of a file that is not sealed, only the lines that begin within the last
+                so many bytes, whose numbers and places count from there; 0: all.
 
         A file that is not sealed shows only one kind of damage: a last line that breaks off. Other
         lines without a row of a step are skipped.
@@ -119,7 +123,8 @@ class Journal:
         """
         seal = ""
         begin = 0
-        for number, line in enumerate(run_files.read_lines(self.path, self._kind), 1):
+        lines = run_files.read_lines(self.path, self._kind, newest_bytes=newest_bytes)
+        for number, line in enumerate(lines, 1):
             place = f"{self.path}: line {number}"
             if self._is_sealed:
                 row, seal, problem = _read_sealed_row(line, before=seal, place=place)

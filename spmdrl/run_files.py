@@ -108,12 +108,18 @@ def read_text(path: str | Path, kind: Kind) -> str:
     return read_bytes(path, kind).decode(errors="replace")
 
 
-def read_lines(path: str | Path, kind: Kind) -> Iterator[bytes]:
+def read_lines(path: str | Path, kind: Kind, *, newest_bytes: int = 0) -> Iterator[bytes]:
     """Yield the lines of a file, each with its end; the last one may have none.
 
+    Args:
+        newest_bytes: yield only the lines that begin within the last so many bytes; 0: all.
     Raises: as `opened`; Refusal for a line that is longer than its kind may be.
     """
     with opened(path, kind) as file:
+        size = os.fstat(file.fileno()).st_size
+        if 0 < newest_bytes < size:
+            file.seek(size - newest_bytes - 1)
+            file.readline(kind.most_line_bytes + 1)  # the rest of the line before
         number = 0
         while line := file.readline(kind.most_line_bytes + 1):
             number += 1

@@ -40,6 +40,7 @@ FOLDERS = (
     "flight",
     "logs",
     "mlflow_artifacts",
+    "profile",
     "reference_logprobs",
     "rollouts",
     "schedule",

@@ -54,6 +54,7 @@ def value_problems(cfg: Config) -> Iterator[str]:
     yield from _replay_problems(cfg)
     yield from _keep_problems(cfg)
     yield from tracker_problems(cfg)
+    yield from _profile_problems(cfg)
 
 
 def _data_problems(cfg: Config) -> Iterator[str]:
@@ -198,6 +199,24 @@ def _is_own(cfg: Config, folder: str) -> bool:
     path = Path(folder).resolve()
     # A setting may name the run's folder, or the folder of its rollouts or schedule.
     return Path(cfg.output_dir).resolve() in (path, path.parent)
+
+
+def _profile_problems(cfg: Config) -> Iterator[str]:
+    profile = cfg.report.profile
+    late = [step for step in profile.steps if step >= cfg.steps]
+    missing = [rank for rank in profile.ranks if rank >= cfg.layout.world_size]
+    if late:
+        yield (
+            f"report.profile.steps: {late[0]} is beyond the run, whose steps are 0 to "
+            f"{cfg.steps - 1}; name earlier steps, or raise steps"
+        )
+    if missing:
+        yield (
+            f"report.profile.ranks: there is no rank {missing[0]}: layout.world_size is "
+            f"{cfg.layout.world_size}; name ranks from 0 to {cfg.layout.world_size - 1}"
+        )
+    if profile.steps and not profile.ranks:
+        yield "report.profile.ranks: names no rank to trace report.profile.steps; name one, e.g. 0"
 
 
 def _keep_problems(cfg: Config) -> Iterator[str]:

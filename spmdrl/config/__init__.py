@@ -14,6 +14,7 @@ from spmdrl.config.fields import (
     EvaluateSettings,
     KeepSettings,
     LayoutSettings,
+    ProfileSettings,
     ReportSettings,
     inference_ranks,
     trainer_ranks,

@@ -180,6 +180,20 @@ class ConsoleSettings:
 
 
 @dataclass(frozen=True)
+class ProfileSettings:
+    """Traces of single steps by torch.profiler, as Chrome traces in output_dir/profile."""
+
+    steps: tuple[Natural, ...] = ()
+    """Steps to trace, e.g. [20, 21]. Each is a file for each rank."""
+    ranks: tuple[Natural, ...] = (0,)
+    """Ranks that trace."""
+    memory: bool = False
+    """Also record the memory that each operation takes and frees."""
+    stacks: bool = False
+    """Also record the Python lines that called an operation, which makes steps much slower."""
+
+
+@dataclass(frozen=True)
 class ReportSettings:
     """Metrics, warnings and certificates."""
 
@@ -203,6 +217,7 @@ class ReportSettings:
     tensorboard: TensorboardSettings = field(default_factory=TensorboardSettings)
     trackio: TrackioSettings = field(default_factory=TrackioSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ from typing import Any
 
 import spmdrl.report.console as text
 from spmdrl.config import Config, flatten
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.journal import Journal
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.advice import Advisor
+from spmdrl.report.bottleneck import explain_run
 from spmdrl.report.config_sizes import config_sizes
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
@@ -23,6 +25,7 @@ from spmdrl.report.exit_status import exit_status
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.page.write import PAGE, PageLimits, RunPage
+from spmdrl.report.profile import StepProfiler
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
 from spmdrl.report.timeline_writer import TimelineWriter
@@ -39,6 +42,7 @@ log = logging.getLogger(__name__)
 _ABANDON_S = 15.0  # torchrun kills after 30 s
 _PAGE_LIMITS = PageLimits(mib=16.0, seconds=5.0)
 """Of the page at the run's end; `python -m spmdrl view` takes more."""
+_NEWEST_BYTES = 2**15  # of each rank's timeline, some thirty steps
 
 
 class Report:
@@ -60,6 +64,7 @@ class Report:
         self._log = RankLog(
             self.attempt_folder / f"rank_{world.rank}.log", rank=world.rank, console=self.console
         )
+        self._profiler = StepProfiler(cfg, world)
         self._timeline = TimelineWriter(world, self.folder, attempt_folder=self.attempt_folder)
         self._metrics = Journal(self.folder / "metrics.jsonl")
         self._samples_file = Journal(self.folder / "samples.jsonl")
@@ -96,6 +101,7 @@ class Report:
         if self.rank == 0:
             self._start(step)
             self._show_start(values_of(sums), seconds, step=step)
+        self._profiler.begin(step)
         self._timeline.start(step)
         self._last_at = time.perf_counter()
 
@@ -219,6 +225,8 @@ class Report:
                 samples=batch.samples,
             )
         self.evaluation(step + 1, evaluated)
+        self._profiler.end(step)
+        self._profiler.begin(step + 1)
 
     def record(
         self,
@@ -328,6 +336,15 @@ class Report:
         self._trackers.close(status)
         if summary := self._progress.summary():
             self._line(f"{status}: {summary}")
+        # A file that somebody has changed must not fail a run that is done.
+        explained, error = attempt(
+            lambda: explain_run(self.folder, self.cfg, newest_bytes=_NEWEST_BYTES),
+            (OSError, Refusal),
+        )
+        if error:
+            log.warning("the run's time is not explained: %s", error)
+        if explained:
+            self._line(explained)
         self.console.line(f"metrics and logs: {self._metrics.path}, {self.attempt_folder}")
         if has_chart:
             self.console.line(f"curves: {chart}")

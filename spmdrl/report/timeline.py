@@ -74,18 +74,21 @@ class RankStep:
         return self.began_unix_s + self.seconds
 
 
-def read_timeline(folder: Path, *, first: int = 0, last: int | None = None) -> list[list[RankStep]]:
+def read_timeline(
+    folder: Path, *, first: int = 0, last: int | None = None, newest_bytes: int = 0
+) -> list[list[RankStep]]:
     """Return the steps of a run, each as the ranks that recorded it, in order.
 
     Args:
         folder: output_dir.
         first, last: steps to return, both included; None: to the end.
+        newest_bytes: read only the end of each file, so many bytes; 0: all.
     Returns: empty without a timeline. A last line that breaks off is left out.
     Raises: OSError; Refusal for a line that no rank wrote.
     """
     steps: dict[int, list[RankStep]] = {}
     for rank, path in sorted(rank_files(folder / FOLDER).items()):
-        for found in _read_rank(path, rank=rank):
+        for found in _read_rank(path, rank=rank, newest_bytes=newest_bytes):
             if found.step >= first and (last is None or found.step <= last):
                 steps.setdefault(found.step, []).append(found)
     return [steps[step] for step in sorted(steps)]
@@ -97,8 +100,8 @@ def rank_files(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for path, match in matches.items() if match}
 
 
-def _read_rank(path: Path, *, rank: int) -> Iterator[RankStep]:
-    for entry in Journal(path).read():
+def _read_rank(path: Path, *, rank: int, newest_bytes: int) -> Iterator[RankStep]:
+    for entry in Journal(path).read(newest_bytes=newest_bytes):
         if not entry.problem:
             yield _rank_step(entry.row, rank=rank, place=f"{path}: line {entry.number}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ class FreeWatch:
     def wait(self, name: str, step: int, *, timeout_s: float | None = None) -> Iterator[None]:
         """Do nothing around the block."""
         yield
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Keep the span of the block."""
+        began = time.monotonic()
+        yield
+        self.spans.add(name, began, time.monotonic())
 
     def take_seconds(self) -> dict[str, float]:
         """Return what a start-up may have taken."""

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from spmdrl.check.values import value_problems
 from spmdrl.errors import Refusal
 from spmdrl.report.timeline import read_timeline
 from spmdrl.report.timeline_writer import PHASES
 from spmdrl.world.clock import Exchange, lead_of
 from spmdrl.world.lost_peers.watch import Watch
 from spmdrl.world.spans import Spans
+from tests.helpers.built import made
 from tests.helpers.report_world import FreeWatch, config, reporting
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +157,17 @@ def test_a_line_that_no_run_wrote_is_refused_with_its_place(tmp_path, change, pr
         read_timeline(tmp_path)
 
 
+def test_the_end_of_a_timeline_is_read_from_a_whole_line_on(tmp_path):
+    with reporting(config(tmp_path)) as report:
+        for step in range(50):
+            report._timeline.write(step)
+    lines = (tmp_path / "timeline" / "rank_0.jsonl").read_bytes().splitlines(keepends=True)
+    whole = len(b"".join(lines[-3:]))
+    for more, steps in ((0, [47, 48, 49]), (-1, [48, 49]), (5, [47, 48, 49])):
+        found = read_timeline(tmp_path, newest_bytes=whole + more)
+        assert [ranks[0].step for ranks in found] == steps
+
+
 def test_a_run_without_a_timeline_has_no_steps(tmp_path):
     assert read_timeline(tmp_path) == []
 
@@ -200,3 +213,30 @@ def test_the_lead_of_a_clock_lies_within_the_closest_bounds():
     own = [Exchange(a + lead, b + lead) for (a, b), _ in gathers]
     first = [Exchange(*theirs) for _, theirs in gathers]
     assert lead_of(own, first) == pytest.approx(lead, abs=0.004)
+
+
+# --------------------------------------------------------------------------- the profile
+
+
+@pytest.mark.parametrize(
+    "profile, problem",
+    [
+        (dict(steps=(3, 10)), "report.profile.steps: 10 is beyond the run"),
+        (dict(steps=(3,), ranks=(0, 2)), "report.profile.ranks: there is no rank 2: "),
+        (dict(steps=(3,), ranks=()), "report.profile.ranks: names no rank"),
+        (dict(steps=(3, 9), ranks=(0,)), ""),
+    ],
+)
+def test_a_profile_of_steps_or_ranks_that_do_not_exist_is_refused(profile, problem):
+    cfg = made(steps=10, layout=dict(world_size=2), report=dict(profile=profile))
+    found = [text for text in value_problems(cfg) if text.startswith("report.")]
+    assert len(found) == bool(problem) and all(re.match(problem, text) for text in found)
+
+
+def test_a_disk_that_is_full_costs_only_the_profile(tmp_path, caplog):
+    cfg = made(output_dir=str(tmp_path), report=dict(tracker="none", profile=dict(steps=(0,))))
+    (tmp_path / "profile").write_text("in the way")
+    with reporting(cfg) as report:
+        report._profiler.end(0)
+        report._profiler.end(1)
+    assert "step_0_rank_0.json.gz: the profile cannot be written" in caplog.text

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +83,8 @@ class Watch:
         self.totals = dict[str, float]()
         """Per phase and wait: since `take_seconds`, and since the start."""
         self.spans = Spans()
+        self.mark: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
+        """Entered around each phase and wait with its name; a profiler takes its ranges from it."""
         self.board = Board(store, rank, store_rank=store_rank)
         self._store_rank = store_rank
         self._flight_folder = flight_folder
@@ -146,7 +149,8 @@ class Watch:
             self._beat()
             self.board.read_store_rank()
         try:
-            yield
+            with self.mark(name):
+                yield
         finally:
             self.place = place_after(self.place, before)
             ended = time.monotonic()
