@@ -202,6 +202,7 @@ _ALLOWED = {
     "spmdrl/sandbox/supervisor.py": "a pipe",
     "spmdrl/agents/solve.py": "the row for an agent's command, in a temporary folder",
     "spmdrl/workers/subreaper.py": "a file of /proc",
+    "spmdrl/engine/vllm/internals.py": "the job's own shared memory",
 }
 
 

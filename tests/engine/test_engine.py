@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from spmdrl import config
 from spmdrl.check.engine_options import engine_argument_names
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.engine.protocol import UNTRUNCATED, Request, Truncation
+from spmdrl.engine.vllm import internals
 from tests.helpers.drawn import finished, plain
 from tests.helpers.policy_runs import changed
 from tests.helpers.worlds import in_world, make_engine
@@ -361,3 +363,27 @@ def test_tensor_parallel_ranks_agree_with_each_other_and_with_one_rank(
     assert {k: c.tokens for k, c in results[2]["greedy"].items()} == {
         k: c.tokens for k, c in found["greedy"].items()
     }
+
+
+def names_in_shared_memory(world) -> tuple[list[str], list[float]]:
+    """Make an engine's groups; return what they have in /dev/shm, and a sum over their ranks."""
+    internals.prepare_process(on_cpu=True, compiles=False)
+    sockets = internals.create_groups(world, tp=2, has_custom_all_reduce=False)
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    own = {group.mq_broadcaster.buffer.shared_memory.name}
+    job = internals.shared_memory_name()
+    total = group.all_reduce(torch.tensor([1.0, world.rank]))
+    assert group.broadcast_object(world.rank if world.rank == 0 else None, src=0) == 0
+    found = [name for name in os.listdir("/dev/shm") if name in own or name.startswith(job)]
+    internals.destroy_groups()
+    gc.collect()
+    sockets.close()
+    return found, total.tolist()
+
+
+def test_a_killed_engine_leaves_no_shared_memory_because_nothing_there_has_a_name(tiny_model):
+    layout = dict(placement="colocated", world_size=2, inference_tp=2)
+    results = in_world(engine_config(str(tiny_model), **layout), names_in_shared_memory)
+    assert results == [([], [2.0, 1.0])] * 2

@@ -140,7 +140,23 @@ def create_groups(world: World, *, tp: int, has_custom_all_reduce: bool) -> cont
             dist.get_world_size(), dist.get_rank(), "env://", world.local_rank, world.backend
         )
         parallel_state.initialize_model_parallel(tp)
+    _remove_shared_memory(parallel_state.get_tp_group())
     return sockets
+
+
+def _remove_shared_memory(group: Any) -> None:
+    """Remove the names of this rank's shared memory from /dev/shm. Its memory ends with the ranks.
+
+    vLLM leaves the file of its CPU ranks there, and that of its message queue if it is killed. All
+    ranks of the group have opened both by now.
+    """
+    shared = getattr(group.device_communicator, "dist_module", None)
+    if name := getattr(shared, "group_name", ""):
+        os.unlink(f"/dev/shm/{name}_{group.rank_in_group}")
+    ring = getattr(group.mq_broadcaster, "buffer", None)
+    if ring is not None and ring.is_creator:
+        ring.shared_memory.unlink()
+        ring.is_creator = False  # otherwise it would remove the file once more at its end
 
 
 @contextlib.contextmanager
