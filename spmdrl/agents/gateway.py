@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 from spmdrl.agents.frames import FramedSocket
-from spmdrl.agents.messages import Answer, Ask, api_key
+from spmdrl.agents.messages import Answer, Ask
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 
@@ -41,10 +42,10 @@ class Gateway:
 
     def __init__(self, cfg: Config):
         self._cfg = cfg
-        self._secret = secrets.token_bytes(32)
         self._process: subprocess.Popen | None = None
         self._link: FramedSocket | None = None
         self._asks: list[Ask] = []
+        self._opening: Counter[str] = Counter()  # episodes that the process has yet to open
         self.address = ""
         """`http://127.0.0.1:PORT/v1`, after `start`."""
 
@@ -72,7 +73,7 @@ class Gateway:
             )
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pickle.dump((self._cfg, self._secret), pipe)
+            pickle.dump(self._cfg, pipe)
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not self.address:
             if not self._wait(deadline - time.monotonic()):
@@ -81,14 +82,17 @@ class Gateway:
             self._read()
 
     def open(self, episode: str) -> str:
-        """Begin an episode.
+        """Begin an episode, or begin it again: requests of its earlier agent are dropped.
 
         Args:
             episode: `Episode.key`.
         Returns: the API key with which its agent calls.
         """
-        self._send(["open", episode])
-        return api_key(self._secret, episode)
+        self._opening[episode] += 1
+        self._asks = [ask for ask in self._asks if ask.episode != episode]
+        key = f"sk-{secrets.token_hex(32)}"
+        self._send(["open", [episode, key]])
+        return key
 
     def poll(self) -> list[Ask]:
         """Return the requests that have arrived, in order, without waiting.
@@ -145,7 +149,10 @@ class Gateway:
         for kind, own in link.receive():
             if kind == "ask":
                 own |= {"tokens": tuple(own["tokens"]), "stop": tuple(own["stop"])}
-                self._asks.append(Ask(**own))
+                if own["episode"] not in self._opening:
+                    self._asks.append(Ask(**own))
+            elif kind == "opened":
+                self._opening -= Counter([own])
             elif kind == "ready":
                 self.address = own
             elif kind == "log":

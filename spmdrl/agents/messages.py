@@ -3,8 +3,6 @@ only the gateway knows messages and texts."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from dataclasses import dataclass
 
 NO_PARENT = -1
@@ -50,12 +48,3 @@ class Answer:
     refusal: str = ""
     """Why it is not answered: the agent gets HTTP status 400, `context_length_exceeded`, with this
     text. Empty if it is answered."""
-
-
-def api_key(secret: bytes, episode: str) -> str:
-    """Return the API key with which the agent of an episode calls.
-
-    Args:
-        secret: of this job.
-    """
-    return "sk-" + hmac.new(secret, episode.encode(), hashlib.sha256).hexdigest()

@@ -27,7 +27,7 @@ from aiohttp.typedefs import Handler
 
 from spmdrl.agents.chats import FIELD, make_agent_chat
 from spmdrl.agents.frames import FramedSocket
-from spmdrl.agents.messages import NO_PARENT, Answer, Ask, api_key
+from spmdrl.agents.messages import NO_PARENT, Answer, Ask
 from spmdrl.agents.replies import (
     Choice,
     Usage,
@@ -62,6 +62,9 @@ TOO_MANY = "too_many_requests"
 _PDEATHSIG = 1
 _CACHED_CHATS = 64
 _BODIES_AT_ONCE = 4
+_IDLE_PER_AGENT = 16
+"""Connections without a request that stay open, per agent that may run at a time."""
+_LOOK_S = 1.0
 
 
 def main(fd: int) -> None:
@@ -77,9 +80,9 @@ def main(fd: int) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     link = FramedSocket(socket.socket(fileno=fd))
-    cfg, secret = pickle.load(sys.stdin.buffer)  # of our parent
+    cfg = pickle.load(sys.stdin.buffer)  # of our parent
     try:
-        server = GatewayServer(cfg, link, secret=secret)
+        server = GatewayServer(cfg, link)
     except Refusal as error:
         link.put(["refused", str(error)])
         link.drain(10.0)
@@ -94,6 +97,8 @@ class LiveEpisode:
     """What the gateway knows of an episode whose agent may call."""
 
     key: str
+    """`Episode.key`."""
+    api_key: str
     history: EpisodeHistory = field(default_factory=EpisodeHistory)
     num_requests: int = 0
     """Requests that have arrived."""
@@ -112,14 +117,12 @@ class GatewayServer:
 
     Args:
         link: to the leader.
-        secret: of this job, from which the keys are made.
     Raises (on construction): Refusal if the tokenizer or its chat template cannot be used.
     """
 
-    def __init__(self, cfg: Config, link: FramedSocket, *, secret: bytes):
+    def __init__(self, cfg: Config, link: FramedSocket):
         self._cfg = cfg
         self._link = link
-        self._secret = secret
         self._tokenizer = load_tokenizer(cfg)
         self._stops = frozenset(end_token_ids(cfg, self._tokenizer))
         self._limits = RequestLimits(
@@ -137,6 +140,7 @@ class GatewayServer:
         # Tokenizers are not safe in threads, so all calls go to one. It leaves this thread free.
         self._encoder = ThreadPoolExecutor(max_workers=1)
         self._has_ended = asyncio.Event()
+        self._busy: set[Any] = set()  # connections with a request under way
 
     async def serve(self) -> None:
         """Serve until the leader closes the link."""
@@ -147,15 +151,35 @@ class GatewayServer:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link, self._receive)
         self._put(["ready", f"http://127.0.0.1:{listener.getsockname()[1]}/v1"])
-        await self._has_ended.wait()
+        assert runner.server
+        while not self._has_ended.is_set():
+            self._close_idle(runner.server)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), _LOOK_S)
+
+    def _close_idle(self, server: web.Server) -> None:
+        """Close the oldest idle connections if there are too many: each takes a descriptor."""
+        idle = [own for own in server.connections if own not in self._busy]
+        for connection in idle[: -_IDLE_PER_AGENT * self._cfg.agents_at_once]:
+            connection.force_close()
 
     def _application(self) -> web.Application:
-        app = web.Application(client_max_size=BODY_BYTES, middlewares=[_explain])
+        middlewares = [self._mark_busy, _explain]
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=middlewares)
         app.router.add_post("/v1/chat/completions", self._serve_chat)
         app.router.add_post("/v1/completions", self._serve_text)
         app.router.add_get("/v1/models", self._serve_models)
         app.router.add_get("/v1/episode", self._serve_episode)
         return app
+
+    @web.middleware
+    async def _mark_busy(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keep the connection of a request while it is under way."""
+        self._busy.add(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            self._busy.discard(request.protocol)
 
     # ---------------------------------------------------------------- the leader
 
@@ -172,7 +196,7 @@ class GatewayServer:
     def _receive(self) -> None:
         for kind, own in self._link.receive():
             if kind == "open":
-                self._open(own)
+                self._open(*own)
             elif kind == "end":
                 self._end(own)
             else:
@@ -180,16 +204,16 @@ class GatewayServer:
         if self._link.has_ended:
             self._has_ended.set()
 
-    def _open(self, name: str) -> None:
+    def _open(self, name: str, api_key: str) -> None:
         self._end(name)
-        episode = self._by_name[name] = LiveEpisode(name)
-        self._episodes[api_key(self._secret, name)] = episode
+        self._by_name[name] = self._episodes[api_key] = LiveEpisode(name, api_key)
+        self._put(["opened", name])  # requests before this one are of an earlier agent
 
     def _end(self, name: str) -> None:
         episode = self._by_name.pop(name, None)
         if episode is None:
             return
-        del self._episodes[api_key(self._secret, name)]
+        del self._episodes[episode.api_key]
         for future in episode.waiting.values():
             if not future.done():
                 future.set_exception(_ended())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -17,7 +19,9 @@ import httpx
 import openai
 import pytest
 
+from spmdrl.agents.frames import FramedSocket
 from spmdrl.agents.gateway import Gateway
+from spmdrl.agents.messages import NO_PARENT
 from spmdrl.errors import Refusal
 from tests.helpers.built import changed
 from tests.helpers.chat_templates import chat_tokenizer
@@ -33,7 +37,8 @@ def write(ask):
 
 @pytest.fixture(scope="module")
 def leader(tmp_path_factory):
-    cfg = agent_config(tmp_path_factory.mktemp("gateway") / "m", rollout=dict(agent="a.py:solve"))
+    rollout = dict(agent="a.py:solve", agents_at_once=2)
+    cfg = agent_config(tmp_path_factory.mktemp("gateway") / "m", rollout=rollout)
     with Gateway(cfg) as gateway:
         gateway.start()
         with standing_in(gateway, chat_tokenizer("qwen"), write) as leader:
@@ -345,6 +350,49 @@ def test_a_client_that_disconnects_is_forgotten(leader, episode):
     assert is_served(leader, episode)
 
 
+def test_the_oldest_idle_connections_are_closed_and_none_with_a_request(leader, episode):
+    own = headers(leader, episode)
+    address = urlsplit(leader.gateway.address)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {own['Authorization']}"
+    body = json.dumps({"messages": QUESTION})
+    leader.is_held.set()
+    with contextlib.ExitStack() as stack:
+        stack.callback(leader.is_held.clear)
+
+        def connected(text):
+            raw = socket.create_connection((address.hostname, address.port))
+            raw.sendall(text.encode())
+            return stack.enter_context(raw)
+
+        asking = connected(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}")
+        idle = [connected("" if i % 2 else head) for i in range(132)]
+        assert idle[0].recv(1) == idle[99].recv(1) == b""  # 32 may stay open
+        poller = select.poll()
+        for raw in idle[100:]:
+            poller.register(raw, select.POLLIN)
+        assert not poller.poll(0)
+        leader.is_held.clear()
+        assert asking.recv(100).startswith(b"HTTP/1.1 200")
+    assert is_served(leader, episode)
+
+
+def test_an_episode_that_begins_again_has_another_key_and_no_earlier_requests(leader, episode):
+    first = headers(leader, episode)
+    asked = len(leader.asks)
+    leader.is_held.set()
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            url = leader.gateway.address + "/chat/completions"
+            httpx.post(url, json={"messages": QUESTION}, headers=first, timeout=0.3)
+        again = headers(leader, episode)
+        leader._held.clear()
+    finally:
+        leader.is_held.clear()
+    assert post(leader, first, {"messages": QUESTION}).status_code == 401
+    assert post(leader, again, {"messages": QUESTION}).status_code == 200
+    assert [ask.id for ask in leader.asks[asked:]] == [0]
+
+
 def test_a_slow_reader_of_a_stream_holds_up_nobody(leader, episode):
     own = headers(leader, episode)
     parts = urlsplit(leader.gateway.address)
@@ -418,3 +466,19 @@ def test_a_gateway_that_died_is_an_error_of_the_run(tmp_path):
         gateway._link._end.shutdown(socket.SHUT_RDWR)
         with pytest.raises(RuntimeError, match="ended with status 3"):
             gateway.poll()
+
+
+def test_requests_before_an_episode_began_again_are_dropped(tmp_path):
+    with gateway_in_thread(agent_config(tmp_path / "m")) as gateway:
+        ask = dict(parent=NO_PARENT, tokens=[5], samples=1, max_tokens=1, stop=[])
+        ours, theirs = socket.socketpair()
+        with contextlib.closing(FramedSocket(theirs)) as link:
+            gateway._link.close()
+            gateway._link = FramedSocket(ours)
+            gateway.open("e")
+            gateway.open("f")
+            for kind in ("ask", "opened", "ask"):
+                link.put([kind, "e" if kind == "opened" else ask | {"episode": "e", "id": 3}])
+            assert [(own.episode, own.id) for own in gateway.poll()] == [("e", 3)]
+            link.put(["ask", ask | {"episode": "f", "id": 0}])
+            assert not gateway.poll()

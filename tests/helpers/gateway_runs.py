@@ -57,6 +57,7 @@ class StandIn:
         self.paths: dict[tuple[str, int], tuple[int, ...]] = {}
         """{(episode, node): ids of its path}."""
         self.is_held = threading.Event()  # set: answers wait
+        self.holds: set[str] = set()  # those of these episodes alone; empty: of all
         self._held: list[Ask] = []
         self._encoded: dict[str, tuple[int, ...]] = {}
         self._lock = threading.Lock()
@@ -91,9 +92,13 @@ class StandIn:
             poller.poll(20)
             with self._lock:
                 asks = self._held + self.gateway.poll()
-                self._held = asks if self.is_held.is_set() else []
-                for ask in [] if self._held else asks:
-                    self.gateway.answer(self._answer(ask))
+                self._held = list(filter(self._holds, asks))
+                for ask in asks:
+                    if ask not in self._held:
+                        self.gateway.answer(self._answer(ask))
+
+    def _holds(self, ask: Ask) -> bool:
+        return self.is_held.is_set() and (not self.holds or ask.episode in self.holds)
 
     def _answer(self, ask: Ask) -> Answer:
         self.asks.append(ask)
@@ -138,7 +143,7 @@ def gateway_in_thread(cfg: Config) -> Iterator[Gateway]:
     ours, theirs = socket.socketpair()
     gateway = Gateway(cfg)
     link = gateway._link = FramedSocket(ours)
-    server = GatewayServer(cfg, FramedSocket(theirs), secret=gateway._secret)
+    server = GatewayServer(cfg, FramedSocket(theirs))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     until = time.monotonic() + 30
