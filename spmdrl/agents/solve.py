@@ -42,7 +42,7 @@ _NAME_CHARS = 80
 def check_agent(function: str, command: Sequence[str], container: ContainerSettings) -> None:
     """Load an agent in this process, as a worker does. Raises: Refusal as `Agent`, `Container`."""
     own = Container(container, make_labels(".")) if container.image else None
-    Agent(function, command, timeout_s=1.0, container=own)
+    Agent(function, command, container=own)
 
 
 class CommandFailed(Exception):
@@ -55,22 +55,15 @@ class Agent:
     Args:
         function: rollout.agent; empty for a command.
         command: rollout.agent_command.
-        timeout_s: deadline of an episode.
         container: in which the command runs; None for none.
     Raises (on construction): Refusal for a function that cannot be imported or called, or a command
         that is not found.
     """
 
     def __init__(
-        self,
-        function: str,
-        command: Sequence[str],
-        *,
-        timeout_s: float,
-        container: Container | None = None,
+        self, function: str, command: Sequence[str], *, container: Container | None = None
     ):
         self._command = list(command)
-        self._timeout_s = timeout_s
         self._container = container
         self._removals: list[subprocess.Popen[bytes]] = []
         self._function: Callable[..., Any] | None = None
@@ -158,7 +151,8 @@ class Agent:
             # Nothing is lost between two processes of a machine, and a request that is repeated
             # would be another one.
             max_retries=0,
-            timeout=self._timeout_s,
+            # The episode has a deadline, which leaves out the time of updates.
+            timeout=None,
             # The address is plain HTTP. To prepare for HTTPS would take 20 ms of each episode.
             http_client=transport(verify=False, trust_env=False),
         )

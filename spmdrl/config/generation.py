@@ -196,7 +196,9 @@ class RolloutSettings:
     environment."""
     agent_container: ContainerSettings = field(default_factory=ContainerSettings)
     agent_timeout_s: Seconds = 600.0
-    """Wall-clock seconds for one episode of an agent; then it is killed, and its sample fails."""
+    """Wall-clock seconds for one episode of an agent; then it is killed, and its sample fails. Time
+    in which the run answers no agent does not count: that of updates, and for agents of training
+    samples that of evaluations."""
     agent_max_requests: Annotated[int, within(1, 10**6)] = 64
     """Most requests of an agent in one episode, a request with `n` counted n times. With more, its
     sample fails."""
@@ -205,7 +207,7 @@ class RolloutSettings:
     or `auto`, that of the chat template."""
     agents_at_once: Annotated[int, within(1, 10**4, zero="to have it chosen")] = 0
     """Agents that run at a time, per engine replica. 0 chooses 32, or engine.max_num_seqs if that
-    is less."""
+    is less. Those of training samples that wait for the end of an evaluation are not counted."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
     replay_schedule: PathText = ""

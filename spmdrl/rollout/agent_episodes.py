@@ -9,7 +9,9 @@ ended, the reward is what it returned, or what the reward functions give its las
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spmdrl.agents.gateway import Gateway
@@ -19,9 +21,10 @@ from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rollout.decisions import Decisions, Report
 from spmdrl.rollout.episode import GREEDY, Episode, Group, sample_seed, seed_after
 from spmdrl.rollout.tree import AgentCall, Tree
-from spmdrl.workers.messages import RewardResult, SolveResult
-from spmdrl.workers.pool import RewardPool
+from spmdrl.workers.messages import LOST, RewardResult, SolveResult
+from spmdrl.workers.pool import PoolResult, RewardPool
 
+log = logging.getLogger(__name__)
 AGENT = "agent"
 """Name of the agent's reward among a sample's parts."""
 
@@ -121,6 +124,7 @@ class AgentEpisodes:
         self.pool = pool
         self.gateway = gateway
         self._running: set[Hashable] = set()  # keys of episodes whose agent runs
+        self._lost: set[Hashable] = set()  # of those whose agent was lost once
 
     def close(self) -> None:
         """End the gateway."""
@@ -130,13 +134,37 @@ class AgentEpisodes:
     # ---------------------------------------------------------------- what comes from outside
 
     def poll(self) -> list[Report]:
-        """Return the results of workers and the requests of agents, without waiting."""
+        """Return the results of workers and the requests of agents, without waiting.
+
+        An agent that is lost for the first time begins again, see `begin`.
+        """
         asks = [] if self.gateway is None else self.gateway.poll()
-        return [*self.pool.poll(), *asks]
+        reports: list[Report] = []
+        again: list[PoolResult] = []
+        for result in self.pool.poll():
+            if result.failure != LOST:
+                reports.append(result)
+            elif result.key in self._lost:
+                reports.append(replace(result, failure="error"))
+            else:
+                again.append(result)
+        if again:
+            keys = {result.key for result in again}
+            self._lost |= keys
+            self._running -= keys
+            log.warning("%s; %d agents begin again", again[0].message, len(again))
+        return [*reports, *asks]
 
     def wait(self) -> None:
         """Sleep until there may be something to poll, or a deadline may have passed."""
         self.pool.wait(also=[] if self.gateway is None else [self.gateway.fileno()])
+
+    @contextlib.contextmanager
+    def serving(self, purpose: str) -> Iterator[None]:
+        """Answer the agents of one purpose, `Draw.purpose`. The time of others stands still."""
+        self.pool.serve_agents(purpose)
+        yield
+        self.pool.serve_agents("")
 
     def begin(self, decisions: Decisions, outside: Mapping[Hashable, Episode]) -> None:
         """Start the agents of episodes that have none, unless decisions are repeated.
@@ -165,6 +193,7 @@ class AgentEpisodes:
             row=episode.group.prompt.row,
             seed=sample_seed(episode.group, episode.sample),
             source=episode.group.prompt.source,
+            purpose=episode.group.draw.purpose,
             base_url=self.gateway.address,
             api_key=self.gateway.open(episode.key),
         )
@@ -257,6 +286,7 @@ class AgentEpisodes:
         if episode.key in self._running:
             assert self.gateway is not None
             self._running.remove(episode.key)
+            self._lost.discard(episode.key)
             self.gateway.end(episode.key)
         tree.is_closed = True
         episode.info = {f"{AGENT}/{name}": value for name, value in result.metrics.items()}

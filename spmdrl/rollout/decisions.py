@@ -14,7 +14,7 @@ import itertools
 import json
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -296,6 +296,7 @@ class Decisions:
             return []
         if self._must_repeat:
             raise self._divergence("agents to start")
+        self._inbox.drop_asks(keys)  # of an agent that was lost
         self._write(["agents", self._clock, keys])
         return keys
 
@@ -434,6 +435,10 @@ class _Inbox:
         taken = self._asks_of(prefix)
         self._asks = [ask for ask in self._asks if not ask.episode.startswith(prefix)]
         return taken
+
+    def drop_asks(self, episodes: Collection[str]) -> None:
+        """Remove the requests of episodes."""
+        self._asks = [ask for ask in self._asks if ask.episode not in episodes]
 
     def _keys(self, prefix: str) -> list[Hashable]:
         return [key for key in self._answers if str(key).startswith(prefix)]

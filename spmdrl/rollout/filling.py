@@ -113,6 +113,16 @@ class StepFiller:
         self.loop.idle.resume(self.world.watch.totals)
         self._since = time.perf_counter()
         self.decisions.begin("fill", version=engine.version, book=self.book, last=last)
+        with self.loop.serving("train"):
+            self._sample(engine, last=last, farthest=farthest, must_pause=must_pause)
+        self.decisions.end()
+        self._seconds += time.perf_counter() - self._since
+        self._since = math.inf
+        self.loop.idle.pause(self.world.watch.totals)
+
+    def _sample(
+        self, engine: EngineProtocol, *, last: int, farthest: int, must_pause: Callable[[], bool]
+    ) -> None:
         while True:
             is_pausing = self.decisions.pauses(must_pause)
             tickets = self._update_book(engine.version, last=farthest, is_pausing=is_pausing)
@@ -125,10 +135,6 @@ class StepFiller:
                 self.tick(engine)
             else:
                 self._await_replicas(must_pause)
-        self.decisions.end()
-        self._seconds += time.perf_counter() - self._since
-        self._since = math.inf
-        self.loop.idle.pause(self.world.watch.totals)
 
     def tick(self, engine: EngineProtocol) -> None:
         """Take a step of the generation loop, and report the training groups that it completed."""

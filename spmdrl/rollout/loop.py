@@ -171,6 +171,10 @@ class Loop:
         aborted = [self._drawing.pop(one.key).append_completion(one) for one in completions]
         self._to_draw = sorted([*self._to_draw, *aborted], key=lambda one: one.order)
 
+    def serving(self, purpose: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the engine draws for samples of one purpose."""
+        return contextlib.nullcontext() if self.agents is None else self.agents.serving(purpose)
+
     @contextlib.contextmanager
     def hold_back(self) -> Iterator[None]:
         """Keep the waiting episodes out of the engine during an evaluation.
@@ -179,7 +183,8 @@ class Loop:
         """
         waiting = self._to_draw
         self._to_draw = []
-        yield
+        with self.serving("eval"):
+            yield
         self._to_draw = waiting
 
     def tick(self, engine: EngineProtocol) -> list[Group]:

@@ -29,12 +29,21 @@ from typing import Any
 from spmdrl.agents.containers import Container
 from spmdrl.agents.solve import Agent, CommandFailed, episode_fault
 from spmdrl.rewards.samples import BadValue, finite
-from spmdrl.workers.messages import AgentSetup, Done, Solve, SolveResult, no_result, take_messages
+from spmdrl.workers.messages import (
+    AgentSetup,
+    Done,
+    Serve,
+    Solve,
+    SolveResult,
+    no_result,
+    take_messages,
+)
 from spmdrl.workers.reports import Began, Report
 from spmdrl.workers.reward_jobs import RunningJob
 from spmdrl.workers.subreaper import become_worker
 
 _LIMIT = "rollout.agent_timeout_s"
+_MOST_JOBS = 10**6  # they wait here, so that those of another purpose find room
 _READ_BYTES = 2**18
 _READS_AT_ONCE = 8
 _SHOWN_BYTES = 2**16
@@ -64,12 +73,24 @@ class RunningEpisode:
     work: Solve
     folder: str
     began: float
-    """time.monotonic()."""
+    """time.monotonic(), plus the time in which it was held."""
     result: bytearray = field(default_factory=bytearray)
+    held_at: float | None = None
+    """Since when the policy has not answered it, time.monotonic(); None while it does."""
     killed_at: float | None = None
     """When its deadline was over, time.monotonic()."""
     num_shown: int = 0
     """Bytes of its output that went to the log."""
+
+    def used_s(self, now: float) -> float:
+        """Return how much of its time it has used by now, time.monotonic(), seconds."""
+        return (now if self.held_at is None else self.held_at) - self.began
+
+    def serve(self, purpose: str) -> None:
+        """Note which agents the policy answers from now on."""
+        now = time.monotonic()
+        self.began = now - self.used_s(now)
+        self.held_at = None if self.work.purpose == purpose else now
 
 
 class AgentServer:
@@ -81,18 +102,17 @@ class AgentServer:
     def __init__(self, setup: AgentSetup):
         self._setup = setup
         container = Container(setup.container, setup.labels) if setup.container.image else None
-        self._agent = Agent(
-            setup.function, setup.command, timeout_s=setup.timeout_s, container=container
-        )
+        self._agent = Agent(setup.function, setup.command, container=container)
         self._agent.preload()
         self._waiting: deque[tuple[int, Solve]] = deque()
         self._running: list[RunningEpisode] = []
+        self._served = ""  # the purpose of the agents that the policy answers
 
     @property
     def facts(self) -> dict[str, Any]:
         """Return facts for the parent, see `Server.facts`."""
         return {
-            "concurrency": self._setup.at_once,
+            "concurrency": _MOST_JOBS,
             "scopes": [],
             "called": {"Solve": self._agent.called},
             "environments": {},
@@ -112,15 +132,32 @@ class AgentServer:
                 if not data:
                     return  # the subreaper kills what still runs
                 inbox += data
-                self._waiting += take_messages(inbox)
+                for message in take_messages(inbox):
+                    self._take(message)
             for episode in list(self._running):
                 if (done := self._look_at(episode)) is not None:
                     self._running.remove(episode)
                     write(done)
-            while self._waiting and len(self._running) < self._setup.at_once:
-                id, work = self._waiting.popleft()
+            for id, work in self._to_start():
                 write(Began(id, time.monotonic()))
                 self._running.append(self._start(id, work, source))
+
+    def _take(self, message: Serve | tuple[int, Solve]) -> None:
+        if not isinstance(message, Serve):
+            self._waiting.append(message)
+            return
+        self._served = message.purpose
+        for episode in self._running:
+            episode.serve(self._served)
+
+    def _to_start(self) -> list[tuple[int, Solve]]:
+        """Remove and return the jobs to start now. Agents that are held take no place."""
+        num_running = sum(episode.held_at is None for episode in self._running)
+        own = [job for job in self._waiting if job[1].purpose == self._served]
+        chosen = own[: max(0, self._setup.at_once - num_running)]
+        for job in chosen:
+            self._waiting.remove(job)
+        return chosen
 
     def _wait(self, source: int) -> set[int]:
         """Wait for a message, an episode's result or end, or a deadline.
@@ -135,7 +172,7 @@ class AgentServer:
             for fd in (episode.result_fd, episode.output_fd, episode.end_fd):
                 if fd >= 0:
                     poller.register(fd, select.POLLIN)
-            left_s = episode.began + self._setup.timeout_s - now
+            left_s = self._setup.timeout_s - episode.used_s(now)
             if episode.end_fd < 0 or episode.killed_at is not None:
                 left_s = _SHORT_MS / 1000
             poll_ms = min(poll_ms, max(1, int(1000 * left_s) + 1))
@@ -234,7 +271,7 @@ class AgentServer:
         pid, status = os.waitpid(episode.pid, os.WNOHANG)
         now = time.monotonic()
         if not pid:
-            is_late = now - episode.began > self._setup.timeout_s
+            is_late = episode.used_s(now) > self._setup.timeout_s
             if episode.killed_at is None and (is_late or len(episode.result) > _MOST_RESULT_BYTES):
                 episode.killed_at = now
                 with contextlib.suppress(OSError):
@@ -277,7 +314,8 @@ class AgentServer:
                 episode.num_shown += len(shown)
 
     def _report(self, episode: RunningEpisode, now: float, *, code: int, used: bytes) -> Done:
-        job = RunningJob(id=episode.id, began=episode.began)
+        used_s = episode.used_s(now)
+        job = RunningJob(id=episode.id, began=now - used_s)
         called = self._agent.called
         value = None
         metrics: dict[str, float] = {}
@@ -288,7 +326,7 @@ class AgentServer:
                 f"{called} and the processes that it started used {int(used) / 2**30:.2f} GiB, "
                 f"above {limit}"
             )
-        elif now - episode.began > self._setup.timeout_s:
+        elif used_s > self._setup.timeout_s:
             job.failure = "timeout"
             job.message = no_result(self._setup.timeout_s, called=called, limit=_LIMIT)
             # It may have gone on after the gateway refused to answer it.

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmdrl.errors import Refusal
-from spmdrl.workers.messages import Done, Failure, Setup, no_result, pack_message
+from spmdrl.workers.messages import Done, Failure, Setup, Solve, no_result, pack_message
 from spmdrl.workers.worker_process import QueuedJob, WorkerProcess
 
 _SPARE_SHARE = 0.5
@@ -31,7 +31,6 @@ _SPARE_SHARE = 0.5
 _MOST_DEATHS = 2
 _START_TIMEOUT_S = 300.0  # a user's module may import a large package from a slow disk
 _REPORT_S = 1.0  # a worker that checks deadlines itself must report this soon after a deadline
-_AGENT_REPORT_S = 15.0  # it also ends the agent, and everything that it started
 _WAIT_S = 0.5
 _STUCK_TIMES = 4.0
 _STUCK_S = 0.2
@@ -49,10 +48,10 @@ class JobQueue:
         timeout_s: deadline of each job, from its start.
     """
 
+    _limit = "rewards.timeout_s"
+
     def __init__(self, setup: Setup, *, workers: int, timeout_s: float):
         self._setup = setup
-        self._runs_agents = setup.agent is not None
-        self._limit = "rollout.agent_timeout_s" if self._runs_agents else "rewards.timeout_s"
         self._num_workers = workers
         self._timeout_s = timeout_s
         self._mean_s: dict[type, float] = {}  # how long jobs take on average, by kind
@@ -92,7 +91,8 @@ class JobQueue:
         """
         id = secrets.randbits(62)
         frame = pack_message((id, work))
-        self._waiting.append(QueuedJob(self._submitted, id, key, type(work), frame))
+        purpose = work.purpose if isinstance(work, Solve) else ""
+        self._waiting.append(QueuedJob(self._submitted, id, key, type(work), frame, purpose))
         self._submitted += 1
 
     def take(self) -> list[tuple[QueuedJob, Done]]:
@@ -115,7 +115,7 @@ class JobQueue:
 
     def prepare_wait(self, poller: select.poll) -> float:
         """Register what there is to wait for. Returns: seconds until a deadline may have passed."""
-        self._hand_out()  # otherwise jobs that were put after the last round would wait too
+        self.hand_out()  # otherwise jobs that were put after the last round would wait too
         for worker in self._workers:
             poller.register(worker.stdout, select.POLLIN)
             if worker.has_unsent:
@@ -134,13 +134,15 @@ class JobQueue:
 
     def _kill_after_s(self, worker: WorkerProcess) -> float:
         """Return how long a job may run before its worker is killed, seconds."""
-        if not self._checks_deadlines(worker):
-            return self._timeout_s
-        return self._timeout_s + (_AGENT_REPORT_S if self._runs_agents else _REPORT_S)
+        return self._timeout_s + (_REPORT_S if self._checks_deadlines(worker) else 0.0)
 
     def _checks_deadlines(self, worker: WorkerProcess) -> bool:
         """Return whether a worker checks the deadlines of its jobs itself."""
-        return self._runs_agents or worker.concurrency > 1
+        return worker.concurrency > 1
+
+    def _running_s(self, worker: WorkerProcess, at: float | None = None) -> float:
+        """Return how long a worker has been running the job that it must end first, seconds."""
+        return worker.running_s(at)
 
     def _stuck_after_s(self, worker: WorkerProcess) -> float:
         """Return how long a worker's first job may run before the worker is stuck, seconds."""
@@ -151,7 +153,7 @@ class JobQueue:
         return max(_STUCK_S, _STUCK_TIMES * mean)
 
     def _is_stuck(self, worker: WorkerProcess) -> bool:
-        return worker.running_s() > self._stuck_after_s(worker)
+        return self._running_s(worker) > self._stuck_after_s(worker)
 
     def _left_s(self, worker: WorkerProcess) -> float:
         """Return the seconds until a worker may be stuck or late; negative if it is."""
@@ -160,7 +162,7 @@ class JobQueue:
         limit = self._kill_after_s(worker)
         if not self._is_stuck(worker):
             limit = min(limit, self._stuck_after_s(worker))
-        return limit - worker.running_s()
+        return limit - self._running_s(worker)
 
     def _judge(self, job: QueuedJob, done: Done, *, called: str) -> Done:
         """Return a result, or a failure if it is late. Also update the mean time of jobs.
@@ -185,7 +187,7 @@ class JobQueue:
             self._collect(worker)
         if len(self):
             self._replenish(min(self._num_workers, len(self)) + self._num_spares)
-        self._hand_out()
+        self.hand_out()
 
     def _replenish(self, count: int) -> None:
         """Start workers until `count` are not stuck, with a limit for many stuck ones."""
@@ -204,7 +206,7 @@ class JobQueue:
         if worker.fault:
             message = f"the worker process wrote something that is not a result: {worker.fault}"
             self._replace(worker, failure="error", message=message)
-        elif worker.running_s(looked) > self._kill_after_s(worker):
+        elif self._running_s(worker, looked) > self._kill_after_s(worker):
             called = worker.called(worker.suspects()[0])
             message = no_result(self._timeout_s, called=called, limit=self._limit)
             self._replace(worker, failure="timeout", message=message)
@@ -239,27 +241,37 @@ class JobQueue:
             raise RuntimeError(f"a worker process did not load {names} in {_START_TIMEOUT_S:g} s")
 
     def _replace(self, worker: WorkerProcess, *, failure: Failure, message: str) -> None:
-        seconds = worker.running_s()
+        done = Done(0, time.monotonic(), self._running_s(worker), failure, message)
         suspects = worker.suspects()
         worker.kill()
         self._workers.remove(worker)
         self._expect_faults()
-        is_known = len(suspects) == 1 and _is_to_blame(suspects[0], worker, failure=failure)
-        # An agent has asked the policy, and cannot be repeated.
-        if is_known or self._runs_agents:
-            for job in suspects:
-                del worker.jobs[job.id]
-                self._done.append((job, Done(job.id, time.monotonic(), seconds, failure, message)))
+        self._blame(worker, suspects, done)
+        self._waiting.extendleft(reversed(worker.jobs.values()))
+
+    def _blame(self, worker: WorkerProcess, suspects: Sequence[QueuedJob], done: Done) -> None:
+        """End the jobs that are to blame for the end of a worker. The others go to another worker.
+
+        Args:
+            suspects: jobs that may be to blame.
+            done: how a job that is to blame ends, without its id.
+        """
+        if len(suspects) == 1 and _is_to_blame(suspects[0], worker, failure=done.failure):
+            self._end(worker, suspects[0], done)
         for job in suspects:
             job.is_alone = True
             job.deaths += 1
-        self._waiting.extendleft(reversed(worker.jobs.values()))
+
+    def _end(self, worker: WorkerProcess, job: QueuedJob, done: Done) -> None:
+        del worker.jobs[job.id]
+        self._done.append((job, replace(done, id=job.id)))
 
     def _expect_faults(self) -> None:
         """Have spare workers from now on."""
         self._num_spares = math.ceil(_SPARE_SHARE * self._num_workers)
 
-    def _hand_out(self) -> None:
+    def hand_out(self) -> None:
+        """Give waiting jobs to workers that have room."""
         ready = [worker for worker in self._workers if worker.is_ready]
         able = [worker for worker in ready if not self._is_stuck(worker)][: self._num_workers]
         while self._waiting:
@@ -286,7 +298,7 @@ def wait_for_any(queues: Sequence[JobQueue], *, also: Iterable[int] = ()) -> Non
     poller.poll(1000 * max(0.001, left_s))
 
 
-def _is_to_blame(job: QueuedJob, worker: WorkerProcess, *, failure: Failure) -> bool:
+def _is_to_blame(job: QueuedJob, worker: WorkerProcess, *, failure: Failure | None) -> bool:
     """Return whether a worker ended because of the job that it was doing.
 
     An earlier job may have left a thread or a process that ends the worker later. So the job is

@@ -18,9 +18,11 @@ from spmdrl.environments.protocol import Message, Response
 from spmdrl.rewards.samples import RewardList, RewardSample
 
 _HEADER = struct.Struct("<I")
-Failure = Literal["timeout", "error", "bad_value", "overlong"]
+Failure = Literal["timeout", "error", "bad_value", "overlong", "lost"]
 OVERLONG: Failure = "overlong"
 """The opening messages of the environment were too long; no code of the user failed."""
+LOST: Failure = "lost"
+"""The worker of agents ended while this one ran in it, and did no wrong; it may run again."""
 RECALL = "recall"
 """A message to a worker that is stuck in a job: return the jobs after it."""
 
@@ -134,6 +136,19 @@ class Solve:
     """Address of the gateway, `http://127.0.0.1:PORT/v1`."""
     api_key: str
     """Of the episode."""
+    purpose: str
+    """`Draw.purpose` of the episode."""
+
+
+@dataclass(frozen=True)
+class Serve:
+    """A message to a worker that runs agents: the policy answers those of one purpose from now on.
+
+    Others do not start, and the time of those that run stands still.
+    """
+
+    purpose: str
+    """`Solve.purpose`; empty for none."""
 
 
 Work = RewardSample | RewardList | Open | Respond | Solve

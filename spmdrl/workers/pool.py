@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spmdrl.agents.containers import Labels, Sweeper, make_labels
+from spmdrl.agents.containers import Sweeper, make_labels
 from spmdrl.config import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.environments.protocol import Response
@@ -21,10 +21,10 @@ from spmdrl.imports import refusing
 from spmdrl.rewards.samples import SCOPES, RewardList, RewardSample, Scope, TrainerState
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.types import Prompt
+from spmdrl.workers.agent_queue import AgentQueue
 from spmdrl.workers.job_queue import JobQueue, wait_for_any
 from spmdrl.workers.joining import Call, ResultJoiner
 from spmdrl.workers.messages import (
-    AgentSetup,
     Done,
     Open,
     Respond,
@@ -83,7 +83,7 @@ class RewardPool(JobQueue):
         self._container = cfg.rollout.agent_container
         self._labels = make_labels(cfg.output_dir)
         self._sweeper: Sweeper | None = None
-        self._agents = _agent_queue(cfg, self._labels)
+        self._agents = AgentQueue(cfg, self._labels) if cfg.rollout.runs_agent else None
         self._unpolled: list[PoolResult] = []
         self._max_steps = cfg.steps
         self._steps_per_epoch = steps_per_epoch
@@ -247,24 +247,44 @@ class RewardPool(JobQueue):
         self._send(key, Respond(field, environment, response), what="a response")
 
     def solve(
-        self, key: Hashable, *, row: dict, seed: int, source: int = 0, base_url: str, api_key: str
+        self,
+        key: Hashable,
+        *,
+        row: dict,
+        seed: int,
+        source: int = 0,
+        purpose: str,
+        base_url: str,
+        api_key: str,
     ) -> None:
-        """Run the agent for one episode, once fewer than rollout.agents_at_once run; `poll` returns
-        its SolveResult with this `key`.
+        """Run the agent for one episode, once fewer than rollout.agents_at_once of its purpose run;
+        `poll` returns its SolveResult with this `key`. Its failure is LOST if the worker ended.
 
         Args:
             row: the data row.
             seed: of the episode's randomness.
             source: of the row, see `Prompt`.
+            purpose: see `serve_agents`.
             base_url: address of the gateway, `Gateway.address`.
             api_key: of the episode, `Gateway.open`.
         Raises: Refusal if the data row cannot be sent to another process.
         """
         assert self._agents is not None, "the run has no agent"
         work = Solve(
-            row, seed, needs_reward=not self._are_scored[source], base_url=base_url, api_key=api_key
+            row,
+            seed,
+            needs_reward=not self._are_scored[source],
+            base_url=base_url,
+            api_key=api_key,
+            purpose=purpose,
         )
         _put(self._agents, key, work, what="a data row")
+
+    def serve_agents(self, purpose: str) -> None:
+        """Note that the policy answers agents of one purpose from now on, `Draw.purpose`; of none
+        if it is empty. Others do not start, and their time stands still."""
+        if self._agents is not None:
+            self._agents.serve(purpose)
 
     def poll(self) -> list[PoolResult]:
         """Return the available results, without waiting.
@@ -304,27 +324,6 @@ def _put(queue: JobQueue, key: Hashable, work: Work, *, what: str) -> None:
     kinds = (pickle.PicklingError, TypeError, AttributeError)
     with refusing(f"{what} cannot be sent to a worker process", *kinds):
         queue.put(key, work)
-
-
-def _agent_queue(cfg: Config, labels: Labels) -> JobQueue | None:
-    """Return the worker that runs the agent; None if none runs.
-
-    It is one process of its own, because an agent runs for long, and has a deadline of its own.
-    """
-    rollout = cfg.rollout
-    if not rollout.runs_agent:
-        return None
-    agent = AgentSetup(
-        function=rollout.agent,
-        command=rollout.agent_command,
-        at_once=cfg.agents_at_once,
-        timeout_s=rollout.agent_timeout_s,
-        memory_gib=cfg.rewards.worker_memory_gib,
-        container=rollout.agent_container,
-        labels=labels,
-    )
-    setup = Setup(functions={}, weights=(), timeout_s=rollout.agent_timeout_s, agent=agent)
-    return JobQueue(setup, workers=1, timeout_s=rollout.agent_timeout_s)
 
 
 def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]:

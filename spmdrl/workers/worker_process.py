@@ -59,6 +59,8 @@ class QueuedJob:
     """RewardSample, RewardList, Open, Respond or Solve."""
     frame: bytes
     """The message to the worker."""
+    purpose: str = ""
+    """Of a Solve."""
     sent: float | None = None
     """When its last byte was written to the pipe, time.monotonic()."""
     began: float | None = None
@@ -113,8 +115,7 @@ class WorkerProcess:
         self._begin = 0.0  # the first job cannot have begun earlier
         self._mean_s: float | None = None
         self._is_recalled = False  # since its last result
-        self._unsent.append((None, memoryview(pack_message(setup))))
-        self.flush()
+        self.send(setup)
 
     @property
     def concurrency(self) -> int:
@@ -158,8 +159,12 @@ class WorkerProcess:
         """
         if len(self.jobs) > 1 and not self._is_recalled:
             self._is_recalled = True
-            self._unsent.append((None, memoryview(pack_message(RECALL))))
-            self.flush()
+            self.send(RECALL)
+
+    def send(self, message: Any) -> None:
+        """Send a message that is not a job."""
+        self._unsent.append((None, memoryview(pack_message(message))))
+        self.flush()
 
     def flush(self) -> None:
         """Write as much as the pipe accepts."""

@@ -25,7 +25,7 @@ from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rollout import sampled_source
 from spmdrl.rollout.sampled_source import SampledSource
 from spmdrl.types import Rollouts
-from spmdrl.workers.messages import RewardResult, SolveResult
+from spmdrl.workers.messages import LOST, RewardResult, SolveResult
 from spmdrl.world.spans import Spans
 from tests.helpers.built import changed, made
 from tests.helpers.drawn import completion
@@ -145,6 +145,7 @@ class Agents:
     Args:
         late: seed of the chance by which requests and ends come late; None: they come at once.
         score: reward of a response's text; None: no function scores.
+        losses: how often the worker of some agents ends when they have their first answers.
     """
 
     address = "http://127.0.0.1:1/v1"
@@ -157,8 +158,10 @@ class Agents:
         late: int | None = None,
         score: Callable[[str], float] | None = None,
         scopes: tuple[str, ...] = ("sample",),
+        losses: int = 0,
     ):
         self.agent = agent
+        self.served: list[str] = []
         self.begun: list[str] = []
         self.score = score
         self.scopes = scopes if score else ()
@@ -168,6 +171,7 @@ class Agents:
         self.answered: list[Answer] = []
         self._late = None if late is None else random.Random(late)
         self._running: dict[str, _Running] = {}
+        self._losses = losses
         self._asks: list[Ask] = []
         self._results: list[RewardResult | SolveResult] = []
         self._groups: dict[str, list[RewardResult]] = {}
@@ -182,6 +186,7 @@ class Agents:
         return 77
 
     def open(self, episode: str) -> str:
+        self._asks = [ask for ask in self._asks if ask.episode != episode]
         return f"key of {episode}"
 
     def end(self, episode: str) -> None:
@@ -205,8 +210,22 @@ class Agents:
 
     # ------------------------------------------------------------ the pool's methods
 
-    def solve(self, key: str, *, row: dict, seed: int, source: int, base_url: str, api_key: str):
+    def serve_agents(self, purpose: str) -> None:
+        self.served.append(purpose)
+
+    def solve(
+        self,
+        key: str,
+        *,
+        row: dict,
+        seed: int,
+        source: int,
+        purpose: str,
+        base_url: str,
+        api_key: str,
+    ) -> None:
         assert api_key == f"key of {key}" and base_url == self.address
+        assert key.startswith(purpose) and self.served[-1] == purpose
         self.begun.append(key)
         self._running[key] = _Running(self.agent(seed))
         self._go_on(key, None)
@@ -246,6 +265,11 @@ class Agents:
 
     def _go_on(self, key: str, answers: list[Answer] | None) -> None:
         running = self._running[key]
+        if answers and hashed(key) % 2 and self.begun.count(key) <= self._losses:
+            del self._running[key]
+            message = "the worker process ended with signal 9"
+            self._results.append(SolveResult(key, failure=LOST, message=message))
+            return
         try:
             calls = running.steps.send(answers) if answers else next(running.steps)
         except StopIteration as stop:
@@ -272,7 +296,7 @@ class _Pool:
     def __init__(self, agents: Agents):
         self._agents = agents
         self.poll = agents.poll_results
-        for name in ("solve", "submit", "close_group", "wait"):
+        for name in ("solve", "serve_agents", "submit", "close_group", "wait"):
             setattr(self, name, getattr(agents, name))
 
     @property

@@ -14,7 +14,7 @@ from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import RewardFailed
 from spmdrl.rollout.decision_log import is_timed
 from tests.helpers.built import changed, small_model
-from tests.rollout.agent_runs import Agents, Call, Result, Runs, config_of
+from tests.rollout.agent_runs import Agents, Call, Result, Runs, config_of, wanderer
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +145,42 @@ def test_a_run_that_is_killed_in_the_middle_of_episodes_goes_on(kill_at, kind, r
     more = runs.replayed("killed", **changes)
     again = runs.run("again", None, is_invariant=True, evaluates=True, **more)
     assert again.numbers() == resumed.numbers()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agents_that_are_lost_with_their_worker_begin_again_once(kind, runs, caplog):
+    changes = KINDS[kind]
+    late = None if kind == "plain" else 5
+    whole = runs.run("whole", late=late, is_invariant=True, evaluates=True, **changes)
+    losing = Agents(wanderer, late=late, losses=1)
+    lost = runs.run("lost", agents=losing, is_invariant=True, evaluates=True, **changes)
+    assert "the worker process ended with signal 9; 1 agents begin again" in caplog.text
+    assert set(Counter(losing.begun).values()) == {1, 2}
+    assert all(share.scalars.is_valid.all() for share in lost.shares.values())
+    if kind == "plain":  # what they had asked gets the same answers
+        assert lost.numbers() == whole.numbers()
+    again = runs.run(
+        "again", None, is_invariant=True, evaluates=True, **runs.replayed("lost", **changes)
+    )
+    assert again.numbers() == lost.numbers()
+
+
+def test_an_agent_that_is_lost_twice_fails(runs, caplog):
+    losing = Agents(wanderer, losses=2)
+    result = runs.run("lost", agents=losing)
+    assert max(Counter(losing.begun).values()) == 2
+    assert "agent: the worker process ended with signal 9" in caplog.text
+    valid = [own.scalars.is_valid.tolist() for own in result.shares.values()]
+    assert {True, False} == {one for own in valid for one in own}
+    assert sum(own.sums["reward/errors"][0] for own in result.shares.values()) > 0
+
+
+def test_the_time_of_agents_runs_only_while_they_are_answered(runs):
+    result = runs.run("once", late=2, evaluates=True, **AHEAD)
+    assert result.agents is not None
+    stretches = [own for own in result.agents.served if own]
+    assert result.agents.served == [own for kind in stretches for own in (kind, "")]
+    assert stretches.count("eval") == 4 and stretches.count("train") >= 4
 
 
 def test_runs_of_agents_write_their_decisions(model, tmp_path):

@@ -7,10 +7,15 @@ import os
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from spmdrl.agents.containers import make_labels
+from spmdrl.workers.agent_queue import AgentQueue
+from spmdrl.workers.messages import LOST, Serve, Solve
 from spmdrl.workers.pool import RewardPool
+from spmdrl.workers.worker_process import QueuedJob
 from tests.helpers.built import made, refused
 from tests.helpers.chat_templates import chat_tokenizer
 from tests.helpers.gateway_runs import agent_config, gateway_in_thread, standing_in
@@ -106,12 +111,19 @@ def running(tmp_path, agent="solve", *, write=None, **rollout):
     write = write or (lambda ask: ["4" + END] * ask.samples)
     with gateway_in_thread(cfg) as gateway, RewardPool(cfg) as pool:
         with standing_in(gateway, chat_tokenizer("qwen"), write) as leader:
+            pool.serve_agents("train")
             yield pool, leader
 
 
-def start(pool, leader, key, row, seed=0):
-    api_key = leader.open(key)
-    pool.solve(key, row=row, seed=seed, base_url=leader.gateway.address, api_key=api_key)
+def start(pool, leader, key, row, seed=0, purpose="train"):
+    pool.solve(
+        key,
+        row=row,
+        seed=seed,
+        purpose=purpose,
+        base_url=leader.gateway.address,
+        api_key=leader.open(key),
+    )
 
 
 def solved(pool, leader, *rows, seed=0):
@@ -121,7 +133,8 @@ def solved(pool, leader, *rows, seed=0):
     return ended(pool, len(rows))
 
 
-def ended(pool, count, *, within_s=90.0):
+def ended(pool, count, *, left=0, within_s=90.0):
+    """Wait until so many episodes have ended, and others are left; return {number: result}."""
     found = {}
     until = time.monotonic() + within_s
     while len(found) < count:
@@ -129,7 +142,7 @@ def ended(pool, count, *, within_s=90.0):
         found |= {int(result.key): result for result in pool.poll()}
         if len(found) < count:
             pool.wait()
-    assert not len(pool)
+    assert len(pool) == left
     return found
 
 
@@ -306,17 +319,57 @@ def test_what_cannot_be_an_agent_is_refused_at_start(tmp_path):
         pool.start()
 
 
-def test_episodes_of_a_worker_that_died_fail(tmp_path):
-    with running(tmp_path, "hostile") as (pool, leader):
+def test_agents_are_lost_with_their_worker_and_others_run_in_the_next_one(tmp_path):
+    with running(tmp_path, "hostile", agents_at_once=2) as (pool, leader):
         leader.is_held.set()
-        for i in range(2):
+        for i in range(3):
             start(pool, leader, str(i), {"do": ""})
         wait_for_two_held(pool, leader)
         reaper = pool._agents._workers[0].process.pid
         with open(f"/proc/{reaper}/task/{reaper}/children") as file:
             os.kill(int(file.read()), 9)
-        found = ended(pool, 2)
-        assert {r.failure for r in found.values()} == {"error"}
-        assert "the worker process ended with signal 9" in found[0].message
+        lost = ended(pool, 2, left=1)
+        assert {own.failure for own in lost.values()} == {LOST} and sorted(lost) == [0, 1]
+        assert "the worker process ended with signal 9" in lost[0].message
         leader.is_held.clear()
-        assert solved(pool, leader, {"do": ""})[0].value == 1.0
+        assert ended(pool, 1)[2].value == 1.0
+        for i in lost:
+            start(pool, leader, str(i), {"do": ""})
+        assert {own.value for own in ended(pool, 2).values()} == {1.0}
+
+
+def test_the_time_of_an_agent_that_nobody_answers_stands_still(tmp_path):
+    with running(tmp_path, "solve", agents_at_once=1, agent_timeout_s=3.0) as (pool, leader):
+        leader.holds = {"0", "1"}
+        leader.is_held.set()
+        for key in ("0", "1"):
+            start(pool, leader, key, {"answer": "4"})
+        until = time.monotonic() + 30
+        while not leader._held and time.monotonic() < until:
+            pool.poll()
+            pool.wait()
+        pool.serve_agents("eval")
+        began = time.monotonic()
+        # It finds room, because the one of another purpose is held; so is the one that waits.
+        start(pool, leader, "2", {"answer": "4"}, purpose="eval")
+        assert ended(pool, 1, left=2)[2].value == 1.0
+        while time.monotonic() < began + 3.5:
+            assert not pool.poll()
+            pool.wait()
+        pool.serve_agents("train")
+        leader.is_held.clear()
+        found = ended(pool, 2)
+        assert [found[i].value for i in (0, 1)] == [1.0, 1.0] and found[0].seconds < 3
+
+
+def test_the_deadline_of_a_worker_counts_the_time_of_agents_that_are_served():
+    cfg = made(data=dict(train="rows.jsonl"), rollout=dict(agent="a.py:solve"))
+    queue = AgentQueue(cfg, make_labels("."))
+    jobs = {}
+    for id, (purpose, began) in enumerate([("train", 0.0), ("eval", 990.0), ("eval", None)]):
+        jobs[id] = QueuedJob(id, id, id, Solve, b"", purpose, began=began)
+    worker = SimpleNamespace(jobs=jobs)
+    for purpose, since, expected in (("eval", 900.0, 10.0), ("train", 997.0, 3.0), ("", 997.0, 0)):
+        queue._served = Serve(purpose)
+        queue._served_since = since
+        assert queue._running_s(worker, 1000.0) == expected
