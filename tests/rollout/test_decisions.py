@@ -27,7 +27,7 @@ from spmdrl.rollout.decisions import Decisions
 from tests.helpers.built import changed, good, refused
 from tests.helpers.runs import run
 from tests.program.test_train import assert_same_end, final_weights
-from tests.rollout.timed_runs import TimedRuns, decisions_of, rollouts_of
+from tests.rollout.timed_runs import TimedRuns, back_to, decisions_of, rollouts_of
 
 LATE_S = 0.3
 
@@ -56,7 +56,7 @@ def check_kind(kind: str, timed: TimedRuns, *, shows_time: bool = True, **more: 
     once = timed.run(kind, f"{name}_once", late_s=0.0, **more)
     again = timed.run(kind, f"{name}_again", late_s=late_s, again=once.name, **more)
     assert_same_run(once, again)
-    timed.back_to(again.name, 2)
+    back_to(again, 2)
     timed.run(kind, again.name, late_s=late_s / 2, again=once.name, **more)
     assert_same_run(once, again)
     if shows_time:
@@ -77,7 +77,7 @@ def test_a_run_that_keeps_caches_goes_on_from_a_checkpoint_as_it_went_on_before(
     rollouts = rollouts_of(out)
     decisions = decisions_of(out)
     assert sum("pause" in row for row in decisions)
-    timed.back_to(out.name, 2)
+    back_to(out, 2)
     timed.run("in flight", out.name, late_s=LATE_S / 2, **more)
     assert decisions_of(out) == decisions
     assert rollouts_of(out) == rollouts

@@ -113,11 +113,12 @@ class TimedRuns:
         draft.write_text(str(seconds))
         draft.rename(self.folder / "late")
 
-    def back_to(self, name: str, step: int) -> None:
-        """Take away the checkpoints of a run behind a step, as if it had been killed there."""
-        for path in (self.folder / name / "checkpoints").glob("step_*"):
-            if int(path.name.partition("_")[2]) > step:
-                shutil.rmtree(path)
+
+def back_to(out: Path, step: int) -> None:
+    """Take away the checkpoints of a run after a step, as if it had been killed there."""
+    for path in (out / "checkpoints").glob("step_*"):
+        if int(path.name.partition("_")[2]) > step:
+            shutil.rmtree(path)
 
 
 def rollouts_of(out: Path) -> list[str]:
