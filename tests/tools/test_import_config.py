@@ -51,6 +51,10 @@ python3 -m verl.trainer.main_ppo \\
     trainer.total_epochs=3 "${EXTRA[@]}" $@
 """
 
+A = "actor_rollout_ref.actor."
+R = "actor_rollout_ref.rollout."
+PPO = "python -m verl.trainer.main_ppo"
+
 
 def translated(framework: str, values: dict[str, Any], *, gpus: int = 0, rows: int = 0) -> Any:
     """Return what settings become, with the framework's defaults for the others."""
@@ -130,7 +134,7 @@ def test_what_has_to_be_set_by_hand_is_refused_until_it_is(tmp_path):
     with pytest.raises(Refusal) as refused:
         load_fields(out)
     for field in ("steps", "rewards.functions"):
-        assert f"{field}: expected" in str(refused.value) and f"{field}: expected" in said
+        assert f"{field}: expected" in str(refused.value) and f"  {field}: " in said
 
 
 def test_nothing_of_a_script_is_run_and_what_only_a_shell_knows_is_asked_for(tmp_path):
@@ -138,11 +142,20 @@ def test_nothing_of_a_script_is_run_and_what_only_a_shell_knows_is_asked_for(tmp
     text = VERL.replace("MODEL=${MODEL:-my/model}", f"MODEL=$(touch {mark})").replace(
         "data.train_batch_size=512", "data.train_batch_size=$UNKNOWN"
     )
-    said, _ = written(tmp_path, text)
+    said, out = written(tmp_path, text)
     assert not mark.exists()
     assert "batch.prompts_per_step: data.train_batch_size is $UNKNOWN" in said
     assert "model.path: actor_rollout_ref.model.path is $(touch" in said
-    assert "batch.prompts_per_step: expected" in said
+    with pytest.raises(Refusal, match="batch.prompts_per_step: expected"):
+        load_fields(out)
+
+
+def test_what_our_checks_refuse_is_said_beside_what_has_to_be_set(tmp_path):
+    text = VERL.replace("$@", f"{A}loss_agg_mode=new {R}temperature=-1")
+    said, _ = written(tmp_path, text)
+    asked, refused = said.split("Also refused:")
+    assert "algorithm.aggregation: loss_agg_mode new has no counterpart" in asked
+    assert "sampling.temperature: " in refused and "algorithm.aggregation" not in refused
 
 
 def test_unknown_settings_and_those_without_counterpart_are_listed(tmp_path):
@@ -164,6 +177,7 @@ def test_unknown_settings_and_those_without_counterpart_are_listed(tmp_path):
         ("a.sh", "python -m verl.trainer.main_generation data.path=x\n", "no command that trains"),
         ("a.yaml", "policy: {model_name: a}\nppo: {seed: 1}\n", "no section grpo, only policy"),
         ("a.yaml", "defaults: there.yaml\ngrpo: {seed: 1}\nloss_fn: {}\n", "its base there.yaml"),
+        ("a.sh", f"{PPO} --config-name=own data.shuffle=True\n", "begins with config own"),
         ("a.py", "import trl\n", "no command that trains"),
         ("a.py", "from trl import (\n", "is no Python"),
     ],
@@ -172,6 +186,22 @@ def test_what_is_no_config_of_theirs_is_refused_by_its_name(tmp_path, name, text
     (tmp_path / name).write_text(text)
     with pytest.raises(Refusal, match=message):
         import_config(tmp_path / name, out=tmp_path / "mine.yaml", gpus=1)
+
+
+def test_a_config_of_verl_is_merged_with_the_command_that_overrides_it(tmp_path):
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [ppo_megatron_trainer, _self_]\n"
+        "data: {train_batch_size: 64, max_prompt_length: 100}\n"
+        "actor_rollout_ref: {actor: {grad_clip: 3.0, optim: {clip_grad: 0.5}}}\n"
+    )
+    script = f"{PPO} --config-name own data.train_batch_size=256 ~data.image_key\n"
+    _, found = read_source(tmp_path / "own.yaml", script, framework="auto")
+    wanted = {"data.train_batch_size": 256, "data.max_prompt_length": 100, "data.image_key": None}
+    assert found.items() >= wanted.items() and found["config_name"] == "ppo_megatron_trainer"
+    # under Megatron verl reads optim.clip_grad, under FSDP grad_clip
+    assert translated("verl", found).fields["optimizer.max_grad_norm"] == 0.5
+    del found["config_name"]
+    assert translated("verl", found).fields["optimizer.max_grad_norm"] == 3.0
 
 
 def test_a_config_of_nemo_rl_inherits_and_interpolates(tmp_path):
@@ -223,9 +253,6 @@ def test_the_number_of_gpus_of_trl_is_asked_for():
 
 # ---------------------------------------------------------------------------- arithmetic
 
-A = "actor_rollout_ref.actor."
-R = "actor_rollout_ref.rollout."
-
 
 @pytest.mark.parametrize(
     "values, wanted",
@@ -263,6 +290,15 @@ R = "actor_rollout_ref.rollout."
             },
         ),
         ({f"{A}optim.betas": [0.8, 0.9]}, {"optimizer.beta1": 0.8, "optimizer.beta2": 0.9}),
+        # Megatron's floor is a rate: 2e-7 of 1e-6
+        (
+            {
+                "config_name": "ppo_megatron_trainer",
+                f"{A}optim.lr_decay_style": "cosine",
+                f"{A}optim.min_lr": 2e-7,
+            },
+            {"optimizer.schedule": "cosine", "optimizer.min_lr_frac": pytest.approx(0.2)},
+        ),
         # clip_ratio alone has no effect in verl, whose two bounds have defaults
         (
             {f"{A}clip_ratio": 0.3, f"{A}clip_ratio_high": 0.28},
@@ -326,11 +362,18 @@ R = "actor_rollout_ref.rollout."
         ),
         (
             {f"{R}top_k": -1, f"{R}val_kwargs.top_k": -1, "trainer.test_freq": -1},
-            {"sampling.top_k": 0, "evaluate.top_k": 0, "evaluate.every_steps": 0},
+            {"sampling.top_k": 0, "evaluate.top_k": None, "evaluate.every_steps": 0},
         ),
         (
             {f"{R}val_kwargs.do_sample": True, f"{R}val_kwargs.temperature": 0.6},
             {"evaluate.temperature": 0.6},
+        ),
+        # greedy evaluation: top_p has no effect
+        ({f"{R}val_kwargs.top_p": 0.7}, {"evaluate.temperature": 0.0, "evaluate.top_p": None}),
+        # a ratio is never below 0: 1 - 10 is no bound
+        (
+            {f"{A}policy_loss.loss_mode": "cispo", f"{A}clip_ratio_low": 10},
+            {"algorithm.loss_options": {"ratio_low": 0.0, "ratio_high": 1.2}},
         ),
         # two copies, each sharded over 4 of 8 GPUs
         ({f"{A}fsdp_config.fsdp_size": 4}, {"layout.dp_replicate": 2}),
@@ -468,6 +511,9 @@ def test_what_verl_has_and_we_have_not_is_asked_for(values, field, why):
             {"model.reference.sync_every": 16, "model.reference.sync_mix": 0.6},
         ),
         ({"fp16": True}, {"model.compute_dtype": "float16", "engine.dtype": "float16"}),
+        ({"epsilon": 10.0}, {"algorithm.loss_options": {"clip_low": 1.0, "clip_high": 10.0}}),
+        ({"loss_type": "vespo", "use_vllm": True}, {"algorithm.correction": "none"}),
+        ({"use_peft": True, "dtype": "bfloat16"}, {"model.memory.master_dtype": "float32"}),
         ({"bf16": False}, {"model.compute_dtype": "float32"}),
         ({"dtype": "bfloat16"}, {"model.memory.master_dtype": "bfloat16"}),
         (

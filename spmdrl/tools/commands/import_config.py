@@ -7,16 +7,20 @@ python -m spmdrl import_config --arguments 'trl grpo --learning_rate 1e-5 ...' -
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from spmdrl.errors import Refusal
 from spmdrl.run_folder import write_file
 from spmdrl.tools.commands import run_command
+
+if TYPE_CHECKING:
+    from spmdrl.tools.import_config.translation import Ours
 
 _NO_FILE = Path("-")
 _OUT = Path("imported.yaml")
@@ -47,8 +51,6 @@ def import_config(
     Returns: the text to print.
     Raises: Refusal for a source that cannot be read, or has settings of no framework.
     """
-    from spmdrl.check.settings import validate
-    from spmdrl.config import load_yaml
     from spmdrl.tools.import_config.read import read_source
     from spmdrl.tools.import_config.table import table_of
     from spmdrl.tools.import_config.translation import Theirs, translate, yaml_of
@@ -78,14 +80,31 @@ def import_config(
     }
     for title, own in sections.items():
         lines += [title, *(f"  {what}: {why}" for what, why in own)] if own else []
-    try:
-        problems = validate(load_yaml(out))
-    except Refusal as refusal:
-        problems = str(refusal).splitlines()
-    lines += ["Still refused:", *(f"  {problem}" for problem in problems)] if problems else []
-    if not problems:
+    problems = _problems(ours)
+    lines += ["Also refused:", *(f"  {problem}" for problem in problems)] if problems else []
+    if not problems and not ours.asked:
         lines.append(f"python train.py --config {out} --dry-run checks it with its files.")
     return "\n".join(lines)
+
+
+def _problems(ours: Ours) -> list[str]:
+    """Return what our checks refuse of the fields that are set, as far as no file is needed."""
+    from spmdrl.check.settings import validate
+    from spmdrl.config.tree import build, convert, settings
+
+    values = {}
+    problems = []
+    for name, value in ours.fields.items():
+        try:
+            values[name] = convert(value, settings()[name])
+        except Refusal as refusal:
+            problems.append(f"{name}: {refusal}")
+    for name in ours.asked:
+        with contextlib.suppress(Refusal):
+            values[name] = convert("asked", settings()[name])  # a text stands for what will be set
+    # Without the number of ranks no layout can be judged.
+    asked = tuple("layout." if name == "layout.world_size" else f"{name}:" for name in ours.asked)
+    return problems + [text for text in validate(build(values)) if not text.startswith(asked)]
 
 
 main = partial(run_command, "import_config", import_config)

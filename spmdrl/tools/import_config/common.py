@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from spmdrl.tools.import_config.translation import Ours, Theirs
 
 
@@ -42,6 +44,11 @@ def schedule_of(ours: Ours, kind: str, *, min_lr_frac: float) -> None:
     ours.set(optimizer__schedule=own)
     if own != "constant":
         ours.set(optimizer__min_lr_frac=min_lr_frac)
+
+
+def clips_of(low: float, high: float) -> dict[str, Any]:
+    """Return the bounds of a clipped ratio, which is never below 0: distances from 1."""
+    return {"clip_low": min(low, 1.0), "clip_high": high}
 
 
 def set_kl(ours: Ours, coef: float, kind: str | None, *, place: str, theirs: str) -> None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmdrl.tools.import_config.common import batch_of, correction_of, schedule_of, set_kl, steps_of
+from spmdrl.tools.import_config.common import (
+    batch_of,
+    clips_of,
+    correction_of,
+    schedule_of,
+    set_kl,
+    steps_of,
+)
 from spmdrl.tools.import_config.translation import Ours, Rule, Theirs
 
 _MEGATRON = "policy.megatron_cfg"
@@ -137,11 +144,11 @@ def _advantage(theirs: Theirs, ours: Ours) -> None:
 def _loss(theirs: Theirs, ours: Ours) -> None:
     low = theirs["loss_fn.ratio_clip_min"]
     high = theirs["loss_fn.ratio_clip_max"]
-    options: dict[str, Any] = {"clip_low": low, "clip_high": high}
+    options = clips_of(low, high)
     loss = "ppo_clip"
     if theirs["loss_fn.use_cispo"]:
         loss = "cispo"
-        options = {"ratio_low": 1 - low, "ratio_high": 1 + high}
+        options = {"ratio_low": max(0.0, 1 - low), "ratio_high": 1 + high}
     elif theirs["loss_fn.disable_ppo_ratio"]:
         loss = "reinforce"
         options = {}
@@ -312,6 +319,8 @@ def _data(theirs: Theirs, ours: Ours) -> None:
             ours.fields[field] = path
         elif name or split == "train":
             ours.ask(field, f"{name or 'several sources'}: a file or dataset, docs/data.md")
+        elif theirs["grpo.val_period"] > 0:
+            ours.ask(field, "NeMo-RL takes a part of the training rows: write them to a file")
     columns = {}
     for own, key in (("prompt", "input_key"), ("answer", "output_key")):
         other = theirs[f"data.train.{key}"] or theirs[f"data.default.{key}"]

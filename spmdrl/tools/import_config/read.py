@@ -20,6 +20,8 @@ from spmdrl.tools.import_config.translation import ShellValue
 FRAMEWORKS = ("verl", "trl", "nemo_rl")
 _LAUNCH = re.compile(r"(?:^|\s)--num[-_]processes[ =](\d+)")
 _DEEPEST = 8
+_VERLS_OWN = ("ppo_trainer", "ppo_megatron_trainer")
+"""verl's configs that the defaults in its table are those of."""
 
 
 def read_source(path: Path | None, arguments: str, *, framework: str) -> tuple[str, dict[str, Any]]:
@@ -47,7 +49,7 @@ def read_source(path: Path | None, arguments: str, *, framework: str) -> tuple[s
     elif text:
         values = _of_script(text, framework, what=str(path))
     if arguments:
-        values |= _of_script(arguments, framework, what="--arguments")
+        values |= _of_script(arguments, framework, what="--arguments", base=path)
     return framework, values
 
 
@@ -70,8 +72,13 @@ def _framework(text: str, path: Path | None) -> str:
 # ------------------------------------------------------------------------- scripts
 
 
-def _of_script(text: str, framework: str, *, what: str) -> dict[str, Any]:
-    """Return the settings of the last command that trains."""
+def _of_script(text: str, framework: str, *, what: str, base: Path | None = None) -> dict[str, Any]:
+    """Return the settings of the last command that trains.
+
+    Args:
+        what: where the text is from, for messages.
+        base: the YAML file that these settings override; None without one.
+    """
     if framework != "trl" and re.fullmatch(r"(?:\s*\S+=\S+)+\s*", text):
         text = f"python -m verl.trainer.main_ppo {text}"
     flags = _hydra if framework != "trl" else _dashes
@@ -91,17 +98,30 @@ def _of_script(text: str, framework: str, *, what: str) -> dict[str, Any]:
             f"{what}: no command that trains by reinforcement is found in it; give the command "
             "itself as --arguments"
         )
+    begin = str(values.get("config_name", _VERLS_OWN[0])).removesuffix(".yaml")
+    if begin not in _VERLS_OWN:
+        if base is None or base.stem != begin:
+            raise Refusal(
+                f"{what}: the command begins with config {begin}, which is not in it; give both: "
+                f'import_config {begin}.yaml --arguments "$(cat SCRIPT)"'
+            )
+        del values["config_name"]
     if framework == "trl" and (processes := _LAUNCH.search(" ".join(found[-1]))):
         values["num_processes"] = int(processes[1])
     return values
 
 
 def _hydra(words: list[str]) -> dict[str, Any]:
-    """Return hydra's overrides `key=value`, `+key=value` among the words of a command."""
+    """Return hydra's overrides `key=value`, `+key=value` and `~key`, which removes it, among the
+    words of a command, and `--config-name`."""
     values = {}
-    for word in words:
+    for word, following in zip(words, [*words[1:], ""]):
         if match := re.fullmatch(r"\+{0,2}([A-Za-z_][\w.\-]*)=(.*)", word, re.S):
             values[match[1]] = _value(match[2])
+        elif match := re.fullmatch(r"~([A-Za-z_][\w.\-]*)(=.*)?", word, re.S):
+            values[match[1]] = None
+        elif match := re.fullmatch(r"--config-name(?:=(.*))?", word):
+            values["config_name"] = match[1] or following
     return values
 
 
@@ -152,10 +172,13 @@ def _with_defaults(path: Path, text: str, *, framework: str, depth: int) -> dict
     named = tree.pop("defaults", [])
     merged: dict[str, Any] = {}
     for name in named if isinstance(named, list) else [named]:
-        # verl's own files are its defaults, which its table has.
-        if not isinstance(name, str) or framework == "verl":
+        # verl's parts, such as actor@actor_rollout_ref.actor, are in its table.
+        if not isinstance(name, str) or name == "_self_":
             continue
-        base = path.parent / name
+        if framework == "verl" and name in _VERLS_OWN:
+            merged["config_name"] = name
+            continue
+        base = path.parent / (f"{name}.yaml" if framework == "verl" else name)
         with refusing(
             f"{path}: its base {name} (`defaults`) cannot be read",
             OSError,

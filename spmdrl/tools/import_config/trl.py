@@ -6,7 +6,13 @@ import math
 from typing import Any
 
 from spmdrl.errors import Refusal
-from spmdrl.tools.import_config.common import batch_of, correction_of, schedule_of, steps_of
+from spmdrl.tools.import_config.common import (
+    batch_of,
+    clips_of,
+    correction_of,
+    schedule_of,
+    steps_of,
+)
 from spmdrl.tools.import_config.translation import Ours, Rule, Theirs
 
 _PROMPT_TOKENS = 1024
@@ -99,7 +105,7 @@ def _loss(theirs: Theirs, ours: Ours) -> None:
     kind = theirs["loss_type"]
     low = theirs["epsilon"]
     high = low if theirs["epsilon_high"] is None else theirs["epsilon_high"]
-    clips: dict[str, Any] = {"clip_low": low, "clip_high": high}
+    clips = clips_of(low, high)
     by_sequence = theirs["importance_sampling_level"] == "sequence"
     clipped = "gspo" if by_sequence else "ppo_clip"
     capped = clips | ({"ratio_cap": theirs["delta"]} if theirs["delta"] and not by_sequence else {})
@@ -172,7 +178,9 @@ def _correction(theirs: Theirs, ours: Ours) -> None:
     if theirs["off_policy_mask_threshold"] is not None:
         ours.ask("algorithm.correction", "off_policy_mask_threshold is opsm with its delta here")
         return
-    if not theirs["use_vllm"] or not theirs["vllm_importance_sampling_correction"]:
+    # vespo weighs by the ratio to the engine itself.
+    weighs = theirs["loss_type"] == "vespo" or not theirs["vllm_importance_sampling_correction"]
+    if weighs or not theirs["use_vllm"]:
         correction_of(ours, "none")
         return
     mode = theirs["vllm_importance_sampling_mode"]
@@ -210,7 +218,8 @@ def _model(theirs: Theirs, ours: Ours) -> None:
         ours.ask("model.path", "the source names no model")
     dtype = theirs["torch_dtype"] or theirs["dtype"]
     if dtype in ("bfloat16", "float32"):
-        ours.set(model__memory__master_dtype=dtype)
+        # Frozen weights under adapters are in compute_dtype here.
+        ours.set(model__memory__master_dtype="float32" if theirs["use_peft"] else dtype)
     else:
         ours.tell(f"dtype = {dtype}", "weights are float32 between updates here")
     half = "float16" if theirs["fp16"] else "bfloat16"

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmdrl.tools.import_config.common import batch_of, correction_of, schedule_of, set_kl, steps_of
+from spmdrl.tools.import_config.common import (
+    batch_of,
+    clips_of,
+    correction_of,
+    schedule_of,
+    set_kl,
+    steps_of,
+)
 from spmdrl.tools.import_config.translation import Ours, Rule, Theirs
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -56,14 +63,26 @@ def _set_steps(theirs: Theirs, ours: Ours) -> None:
         ours.set(steps=steps)
 
 
+def _has_megatron(theirs: Theirs) -> bool:
+    return "megatron" in f"{theirs['config_name']} {theirs.values.get(f'{_ACTOR}.strategy')}"
+
+
+def _clip(theirs: Theirs, ours: Ours) -> None:
+    key = "optim.clip_grad" if _has_megatron(theirs) else "grad_clip"
+    ours.set(optimizer__max_grad_norm=theirs[f"{_ACTOR}.{key}"])
+
+
 def _schedule(theirs: Theirs, ours: Ours) -> None:
     optim = f"{_ACTOR}.optim"
+    floor = theirs[f"{optim}.min_lr_ratio"]
+    if _has_megatron(theirs):
+        floor = theirs[f"{optim}.min_lr"] / theirs[f"{optim}.lr"]
     kind = (
         theirs[f"{optim}.warmup_style"]
         or theirs[f"{optim}.lr_decay_style"]
         or theirs[f"{optim}.lr_scheduler_type"]
     )
-    schedule_of(ours, kind, min_lr_frac=theirs[f"{optim}.min_lr_ratio"])
+    schedule_of(ours, kind, min_lr_frac=floor)
     warmup = theirs[f"{optim}.lr_warmup_steps"]
     ratio = theirs[f"{optim}.lr_warmup_steps_ratio"]
     if warmup is not None and warmup >= 0:
@@ -139,13 +158,13 @@ def _loss(theirs: Theirs, ours: Ours) -> None:
             f"verl takes clip_ratio_low {low} and clip_ratio_high {high} instead; so it is here",
         )
     cov = f"{_ACTOR}.policy_loss"
-    clips = {"clip_low": low, "clip_high": high}
+    clips = clips_of(low, high)
     found: dict[str, tuple[str, dict[str, Any]]] = {
         "vanilla": ("ppo_clip", clips | {"dual_clip": theirs[f"{_ACTOR}.clip_ratio_c"]}),
         "gspo": ("gspo_token", clips),
-        "geo_mean": ("gmpo", clips),
+        "geo_mean": ("gmpo", {"clip_low": low, "clip_high": high}),
         "gpg": ("reinforce", {}),
-        "cispo": ("cispo", {"ratio_low": 1 - low, "ratio_high": 1 + high}),
+        "cispo": ("cispo", {"ratio_low": max(0.0, 1 - low), "ratio_high": 1 + high}),
         "sapo": (
             "sapo",
             {"tau_pos": theirs[f"{_ACTOR}.tau_pos"], "tau_neg": theirs[f"{_ACTOR}.tau_neg"]},
@@ -339,9 +358,13 @@ def _overlong_buffer(theirs: Theirs, ours: Ours) -> None:
 
 
 def _evaluate(theirs: Theirs, ours: Ours) -> None:
-    samples = theirs[f"{_ROLLOUT}.val_kwargs.do_sample"]
-    temperature = theirs[f"{_ROLLOUT}.val_kwargs.temperature"]
-    ours.set(evaluate__temperature=temperature if samples else 0.0)
+    ours.set(evaluate__temperature=0.0)
+    if theirs[f"{_ROLLOUT}.val_kwargs.do_sample"]:
+        ours.set(
+            evaluate__temperature=theirs[f"{_ROLLOUT}.val_kwargs.temperature"],
+            evaluate__top_p=theirs[f"{_ROLLOUT}.val_kwargs.top_p"],
+            evaluate__top_k=max(0, theirs[f"{_ROLLOUT}.val_kwargs.top_k"]),
+        )
 
 
 def _resume(theirs: Theirs, ours: Ours) -> None:
@@ -377,6 +400,7 @@ RULES: dict[str, Rule] = {
     "batch": _batch,
     "microbatch": _microbatch,
     "steps": _set_steps,
+    "clip": _clip,
     "schedule": _schedule,
     "betas": _betas,
     "advantage": _advantage,
