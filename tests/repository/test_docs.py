@@ -42,6 +42,7 @@ OF_OTHER_PROGRAMS = {
     },
     "apptainer": {"--bind", "--cleanenv", "--nv", "--pwd"},
     "trl": {"--beta", "--learning-rate"},
+    "verl": {"--config-name"},
     "benchmarks.gpu": {"--list", "--rehearse"},
 }
 
