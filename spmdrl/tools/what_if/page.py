@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
-from html import escape
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from spmdrl.report.recorded_groups import GroupReader, View
+import jinja2
+
+from spmdrl.report.recorded_groups import GroupReader, RecordedResponse, View
 from spmdrl.rollout.recordings import RecordedSteps
 from spmdrl.tools.rollouts.terminal import title
-from spmdrl.tools.what_if.html import DOWN, UP, Paint, document, prompt_part, tokens_part
 from spmdrl.tools.what_if.run import Outcome, StepOutcomes
 from spmdrl.tools.what_if.text import COLUMNS, about, most_disputed, push_text, row
 
-_CELL = 'style="padding: 0 .8em; text-align: right"'
-_LEGEND = (
-    "Green: the update raises the token's logprob; red: the update lowers it. The colour is "
-    "strongest at the largest push of that alternative on this response. Grey: not sampled by the "
-    "policy. Point at a token for its numbers."
-)
+if TYPE_CHECKING:
+    from spmdrl.data.attachments import Preview
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_UP = "0, 150, 60"
+_DOWN = "210, 40, 40"
 
 
 def page(
@@ -42,7 +44,6 @@ def page(
         trust_remote_code: run Python code of the tokenizer's folder.
         trust_run: run the advantage function that the run's config names.
     """
-    body = ["<h1>what if</h1>", f"<p>{_LEGEND}</p>"]
     reader = GroupReader(
         recorded,
         tokenizer=tokenizer,
@@ -50,52 +51,81 @@ def page(
         trust_remote_code=trust_remote_code,
         trust_run=trust_run,
     )
+    shown = []
     for step in steps:
-        body += _table(step)
+        samples = []
         for one in most_disputed(step, limit=limit):
             (view,) = reader.read(step.step, one["group"])
-            body += _sample(one, view, step)
-    return document("what if", body)
+            samples.append(_sample(one, view, step))
+        shown.append(
+            {
+                "number": step.step,
+                "about": about(step).splitlines(),
+                "heads": ["", *COLUMNS],
+                "rows": [[one.alternative.name, *row(one)] for one in step.outcomes],
+                "samples": samples,
+            }
+        )
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(steps=shown)
 
 
-def _table(step: StepOutcomes) -> list[str]:
-    first, *others = map(escape, about(step).splitlines())
-    heads = "".join(f"<th {_CELL}>{escape(name)}</th>" for name in ("", *COLUMNS))
-    rows = [
-        "".join(f"<td {_CELL}>{escape(t)}</td>" for t in (one.alternative.name, *row(one)))
-        for one in step.outcomes
-    ]
-    body = "\n".join(f"<tr>{cells}</tr>" for cells in [heads, *rows])
-    notes = [f"<p>{line}</p>" for line in others]
-    return [f'<h2 id="step{step.step}">{first}</h2>', *notes, f"<table>{body}</table>"]
-
-
-def _sample(one: dict[str, Any], view: View, step: StepOutcomes) -> list[str]:
+def _sample(one: dict[str, Any], view: View, step: StepOutcomes) -> dict[str, Any]:
     traces = [each for each in view.sequences if each.row["sample"] == one["sample"]]
     answer = traces[0]
-    place = f"step{step.step}_group{one['group']}_sample{one['sample']}"
-    heading = f"group {one['group']}, " + title(answer, view.header["part_names"])
-    body = [
-        f'<hr><h2 id="{escape(place)}">{escape(heading)}</h2>',
-        *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
-        "<p>" + "<br>".join(escape(push_text(one, name)) for name in one["pushes"]) + "</p>",
-        prompt_part(answer),
-    ]
     outcomes = {outcome.alternative.name: outcome for outcome in step.outcomes}
+    shown = []
     for name in (one["up"], one["down"]):
-        body.append(f"<h2>{escape(push_text(one, name))}</h2>")
-        for trace, row_of_batch in zip(traces, one["rows"], strict=True):
-            body.append(tokens_part(trace, _paint(outcomes[name], row_of_batch)))
-    return body
+        pairs = zip(traces, one["rows"], strict=True)
+        responses = [_response(trace, outcomes[name], at) for trace, at in pairs]
+        shown.append({"heading": push_text(one, name), "responses": responses})
+    return {
+        "place": f"step{step.step}_group{one['group']}_sample{one['sample']}",
+        "heading": f"group {one['group']}, " + title(answer, view.header["part_names"]),
+        "notes": view.notes,
+        "pushes": [push_text(one, name) for name in one["pushes"]],
+        "prompt": [_plain(part) for part in answer.prompt],
+        "shown": shown,
+    }
 
 
-def _paint(outcome: Outcome, at: int) -> Paint:
+def _plain(part: str | Preview) -> dict[str, Any]:
+    """Return text, or an image, as the template takes it."""
+    if isinstance(part, str):
+        return _part(part)
+    png = base64.b64encode(part).decode()
+    return _part(part.label if png else f"[{part.label}]", png=png)
+
+
+def _part(text: str, **own: Any) -> dict[str, Any]:
+    return {"text": text, "png": "", "color": "", "numbers": "", "is_read": False} | own
+
+
+def _response(one: RecordedResponse, outcome: Outcome, at: int) -> list[dict[str, Any]]:
+    """Return a response's tokens, with colours for those that the policy sampled.
+
+    Args:
+        at: its row in the batch.
+    """
     pushes = outcome.token_pushes.get(at, [])
     largest = max(map(abs, pushes), default=0.0)
-
-    def paint(position: int) -> tuple[str, float, str]:
-        push = pushes[position] if position < len(pushes) else 0.0
+    numbers = one.row
+    parts = []
+    for place in range(one.start, len(numbers["tokens"])):
+        if place in one.images:
+            image = one.images[place]
+            parts += [] if image is None else [_plain(image)]
+            continue
+        token = numbers["tokens"][place]
+        text = one.pieces[place] if one.pieces else f"{token} "
+        if not numbers["response_mask"][place]:
+            parts.append(_part(text, is_read=True))
+            continue
+        push = pushes[place] if place < len(pushes) else 0.0
         strength = abs(push) / largest if largest else 0.0
-        return (DOWN if push < 0 else UP), strength, f"push {push:+.3g}"
-
-    return paint
+        hue = _DOWN if push < 0 else _UP
+        said = f"id {token}, logprob {numbers['rollout_logprobs'][place]:.4f}, "
+        said += f"version {numbers['policy_versions'][place]}, push {push:+.3g}"
+        parts.append(_part(text, color=f"rgba({hue}, {0.6 * strength:.3f})", numbers=said))
+    return parts
