@@ -503,15 +503,15 @@ function drawStep(main) {
   main.append(h("div", { className: "row" }, runSelect(), stepControls(steps, step)));
   if (run.times.sentence) main.append(h("div", { className: "say" }, run.times.sentence));
   main.append(h("h2", {}, "Seconds of each step on rank 0, by cause"), stackedBars(steps, run.times.steps));
-  main.append(h("div", { className: "row", style: { alignItems: "flex-start", gap: "3em" } },
+  const place = h("div", { id: "timeline" });
+  main.append(h("h2", {}, `Timeline of step ${step}`), place);
+  const timeline = drawTimeline(place, i, step);
+  main.append(h("div", { className: "row", style: { alignItems: "flex-start", gap: "1.5em" } },
     h("div", {}, h("h3", {}, `Step ${step}: rank 0`), causeTable(run.times.steps, at)),
     Object.keys(run.times.engines).length
       ? h("div", {}, h("h3", {}, `Step ${step}: engines (mean over replicas)`), causeTable(run.times.engines, at)) : null));
   if (Object.keys(run.times.engines).length)
     main.append(h("h2", {}, "Seconds of each step of the engines: sampling, and idle by cause"), stackedBars(steps, run.times.engines, { height: 170 }));
-  const place = h("div", { id: "timeline" });
-  main.append(h("h2", {}, `Timeline of step ${step}`), place);
-  const timeline = drawTimeline(place, i, step);
   main.append(h("h2", {}, `What changed at step ${step}?`), changes(steps, columns, at));
   const recorded = run.rollouts.includes(step);
   main.append(h("p", {}, recorded
@@ -524,12 +524,12 @@ function causeTable(byCause, at) {
   const causes = Object.keys(byCause);
   const total = causes.reduce((sum, cause) => sum + byCause[cause][at], 0);
   const rows = causes.map((cause) => [cause, byCause[cause][at], mean(byCause[cause].slice(-50))]).sort((a, b) => b[1] - a[1]);
-  return h("table", {}, h("thead", {}, h("tr", {}, ["cause", "s", "share", "", "mean of last 50, s"].map((text) => h("th", {}, text)))),
+  return h("table", {}, h("thead", {}, h("tr", {}, ["cause", "s", "share", "", "mean of 50, s"].map((text) => h("th", {}, text)))),
     h("tbody", {}, rows.map(([cause, seconds, usual]) => h("tr", {},
       h("td", { title: CAUSE_TEXTS[cause] || "" }, h("span", { className: "dot", style: { background: CAUSE_COLORS[cause] || "#999", borderRadius: "2px" } }), cause,
         h("span", { className: "pale small" }, `  ${CAUSE_TEXTS[cause] || ""}`)),
       h("td", {}, num(seconds, 3)), h("td", {}, total ? percent(seconds / total) : ""),
-      h("td", { className: "text" }, h("span", { className: "bar", style: { width: `${total ? (120 * seconds) / total : 0}px`, background: CAUSE_COLORS[cause] || "#999" } })),
+      h("td", { className: "text" }, h("span", { className: "bar", style: { width: `${total ? (70 * seconds) / total : 0}px`, background: CAUSE_COLORS[cause] || "#999" } })),
       h("td", {}, num(usual, 3))))));
 }
 
