@@ -112,9 +112,17 @@ def test_no_file_of_the_run_has_a_key_and_the_run_may_be_resumed(recorded):
 def test_a_key_is_missed_without_asking_a_server(tmp_path):
     if not LIBRARIES.exists():
         pytest.skip("the trackers are not there: make .venv/trackers")
-    code = "from spmdrl.report.trackers.wandb_tracker import key_problem; print(key_problem())"
-    without = with_libraries("-c", code, home=tmp_path)
-    assert with_libraries("-c", code, home=tmp_path, WANDB_API_KEY=SECRET).strip() == ""
+    code = (
+        "import os, sys\n"
+        "from spmdrl.report.trackers.wandb_tracker import key_problem\n"
+        "print(key_problem())\n"
+        "for key in sys.argv[1:]:\n"
+        "    os.environ['WANDB_API_KEY'] = key\n"
+        "    print(key_problem())\n"
+    )
+    printed = with_libraries("-c", code, "too-short", SECRET, home=tmp_path)
+    without, too_short, right = printed.split("\n")[:3]
+    assert right == "" and "WANDB_API_KEY invalid" in too_short and "too-short" not in too_short
     assert "report.wandb.mode: online, and there is no key for http://127.0.0.1:9" in without
     assert "WANDB_API_KEY" in without and "take offline" in without
 

@@ -7,10 +7,12 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from spmdrl.config import WandbSettings
+from spmdrl.imports import attempt
 from spmdrl.report.tracker import MetricsRow, Status
 from spmdrl.report.trackers.helpers import columns_of, remember_run, remembered_run
 
@@ -109,18 +111,22 @@ class WandbTracker:
 
 
 def key_problem() -> str:
-    """Return that W&B has no key, as far as known without asking its server; empty if it has."""
+    """Return that W&B has no key, or one of a wrong form; else nothing. No server is asked."""
     _import_wandb()
     import wandb
     from wandb.sdk.lib.wbauth import authenticate_session
 
-    # The public `wandb.login` asks the server, or a person.
     host = wandb.setup().settings.base_url
-    if authenticate_session(host=host, source="spmdrl", prompt=False, update_session=False):
+    # The public `wandb.login` asks the server, or a person.
+    find = partial(
+        authenticate_session, host=host, source="spmdrl", prompt=False, update_session=False
+    )
+    found, error = attempt(find, wandb.errors.AuthenticationError)
+    if found:
         return ""
     return (
-        f"report.wandb.mode: online, and there is no key for {host}; run `wandb login`, set "
-        "WANDB_API_KEY in the environment of the ranks, or take offline"
+        f"report.wandb.mode: online, and {error or 'there is no key'} for {host}; run "
+        "`wandb login`, set WANDB_API_KEY in the environment of the ranks, or take offline"
     )
 
 
