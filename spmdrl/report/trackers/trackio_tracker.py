@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from spmdrl.config import TrackioSettings
 from spmdrl.errors import Refusal
 from spmdrl.report.tracker import MetricsRow, Status
-from spmdrl.report.trackers.helpers import columns_of, remember_run, remembered_run
+from spmdrl.report.trackers.helpers import remember_run, remembered_run
 
 
 class TrackioTracker:
     """One run in Trackio's store on this machine; see `tracker.Tracker`.
+
+    It writes metrics to the store itself. `trackio.Run` writes them from a thread of its own, which
+    drops what it cannot write and only warns.
 
     Args:
         settings: the section of the config.
@@ -51,7 +56,6 @@ class TrackioTracker:
             is_same = known.get("project") == own.project
             self.run_id = str(known.get("run_id")) if is_same else secrets.token_hex(16)
         remember_run(self._folder, "trackio", {"project": own.project, "run_id": self.run_id})
-        # Not by `trackio.init`: it finds runs by name, and takes a server from variables.
         self._run = LocalRun(
             url=None,
             project=own.project,
@@ -60,34 +64,62 @@ class TrackioTracker:
             run_id=self.run_id,
             group=own.group or None,
             config={**params, **tags},
-            auto_log_cpu=True,
-            auto_log_gpu=True,
         )
+        self._step = step
 
     def metrics(self, rows: Sequence[MetricsRow]) -> None:
-        """Log steps, in order."""
-        for row in rows:
-            self._run.log(dict(row.values), step=row.step)
+        """Log steps, in order. Rows that the store has already are left out."""
+        self._write(
+            [dict(row.values) for row in rows],
+            steps=[row.step for row in rows],
+            times=[row.unix_s for row in rows],
+            kind="metrics",
+        )
+        self._step = rows[-1].step
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show rows as a table of the newest row's step."""
         import trackio
 
-        columns, data = columns_of(rows)
-        table = trackio.Table(columns=columns, data=data)
-        self._run.log({name.removesuffix(".json"): table}, step=rows[-1]["step"])
+        table = {"_type": trackio.Table.TYPE, "_value": [dict(row) for row in rows]}
+        values = {name.removesuffix(".json"): table}
+        self._write([values], steps=[rows[-1]["step"]], times=[time.time()], kind=name)
 
     def artifact(self, path: Path) -> None:
         """Store a copy of a file with the run."""
         self._run.log_artifact(path, name=path.name, type="file")
 
     def close(self, status: Status) -> None:
-        """End the run, with an alert that says how it ended."""
+        """Add an alert that says how the run ended."""
         import trackio
+        from trackio.sqlite_storage import SQLiteStorage
 
         level = trackio.AlertLevel.ERROR if status == "failed" else trackio.AlertLevel.INFO
-        self._run.alert(status, level=level)
-        self._run.finish()
+        SQLiteStorage.bulk_alert(
+            self._settings.project,
+            self._run_name,
+            titles=[status],
+            texts=[None],
+            levels=[level.value],
+            steps=[self._step],
+            run_id=self.run_id,
+        )
+
+    def _write(
+        self, values: list[dict[str, Any]], *, steps: list[int], times: list[float], kind: str
+    ) -> None:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        SQLiteStorage.bulk_log(
+            self._settings.project,
+            self._run_name,
+            metrics_list=values,
+            steps=steps,
+            timestamps=[datetime.fromtimestamp(unix_s, UTC).isoformat() for unix_s in times],
+            config=self._run.config,
+            log_ids=[f"{self.run_id}-{kind}-{step}-{at}" for step, at in zip(steps, times)],
+            run_id=self.run_id,
+        )
 
 
 def _import_trackio(place: Path) -> None:
