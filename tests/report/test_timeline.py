@@ -234,7 +234,7 @@ def test_a_profile_of_steps_or_ranks_that_do_not_exist_is_refused(profile, probl
 
 
 def test_a_disk_that_is_full_costs_only_the_profile(tmp_path, caplog):
-    cfg = made(output_dir=str(tmp_path), report=dict(tracker="none", profile=dict(steps=(0,))))
+    cfg = made(output_dir=str(tmp_path), report=dict(trackers=[], profile=dict(steps=(0,))))
     (tmp_path / "profile").write_text("in the way")
     with reporting(cfg) as report:
         report._profiler.end(0)
