@@ -62,6 +62,8 @@ class Request:
     num_begun: int = 0
     """How many of the prompt's last ids are the start of the response, drawn by an earlier request:
     a string of `stop` may begin there."""
+    is_of_base: bool = False
+    """Draw with the weights that the policy's adapters are added to; for an AdapterEngine alone."""
 
     @property
     def is_cut(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from spmdrl.check.dry_run import stream_size
 from spmdrl.check.fit import fit_problems
@@ -142,13 +143,42 @@ def test_what_engines_sample_is_what_trainers_score(targets, tmp_path):
     cfg = changed(cfg, model={"lora": replace(LORA, push="adapter", targets=targets)})
     of = with_stream(cfg, _sample)[0]
     assert of["gap"] < 1e-3 and of["sampled"] == 8 and of["moved"] > 0.05, of
+    assert of["verdicts"] == [of["base"]] * 3 != [of["policy"]] * 3, of
 
 
-def _sample(stream: Any, engine: Any, trainer: Any) -> dict[str, float]:
-    """Sample after a push; score what was sampled by the trainer, with and without adapters."""
+def _verdicts(engine: Any, *, is_of_base: bool) -> list[list[int]]:
+    """Draw greedily, beside samples of the policy."""
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(Request(str(i), tuple(prompt), 4, 1.0, i, ()))
+        engine.add(Request(f"j{i}", tuple(prompt), 12, 0.0, i, (), is_of_base=is_of_base))
+    done = finished(engine)
+    return [[*done[f"j{i}"].tokens] for i in range(len(PROMPTS))]
+
+
+def _greedy(folder: Any) -> list[list[int]]:
+    """Draw by the plain model of a folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        for _ in range(12):
+            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+@torch.no_grad()
+def _sample(stream: Any, engine: Any, trainer: Any) -> dict[str, Any]:
+    """Sample after a push; score what was sampled by the trainer, with and without adapters. Draw
+    with the frozen weights alone before and after pushes."""
+    verdicts = []
     for step in range(2):
+        stream.push(step)
+        verdicts.append(_verdicts(engine, is_of_base=True))
         _train(trainer, step)
-    stream.push(1)
+    stream.push(2)
+    verdicts.append(_verdicts(engine, is_of_base=True))
+    policy = _verdicts(engine, is_of_base=False)
     for i, prompt in enumerate(PROMPTS):
         engine.add(Request(str(i), tuple(prompt), 4, 1.0, i, ()))
     done = finished(engine)
@@ -161,6 +191,9 @@ def _sample(stream: Any, engine: Any, trainer: Any) -> dict[str, float]:
         "gap": max(float((a - b).abs().max()) for a, b in zip(ours, theirs)),
         "moved": max(float((a - b).abs().max()) for a, b in zip(ours, base)),
         "sampled": sum(len(done[str(i)].tokens) for i in range(len(PROMPTS))),
+        "verdicts": verdicts,
+        "policy": policy,
+        "base": _greedy(trainer.world.cfg.model.path),
     }
 
 

@@ -1,8 +1,9 @@
 """The policy's adapter as a LoRA of vLLM's own, which is written in place.
 
-One LoRA of zeros is registered. It keeps vLLM's only slot, and every request names it. vLLM stacks
-the matrices of its slots per layer, [slots, 1, rank or out, in or rank], in the engine's dtype, and
-multiplies x by A and B without a scale: B is scaled before it is sent.
+One LoRA of zeros is registered. It keeps vLLM's only slot, and every request to the policy names
+it; one that does not is answered by the frozen weights. vLLM stacks the matrices of its slots per
+layer, [slots, 1, rank or out, in or rank], in the engine's dtype, and multiplies x by A and B
+without a scale: B is scaled before it is sent.
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ class VllmEngine:
         if request.seed is None and self._seeds is not None:
             request = replace(request, seed=self._seeds.getrandbits(63))
         self._has_prefixes = True
-        drawn = self._requests.add(request, salt=self._salt, lora=self._lora)
+        lora = None if request.is_of_base else self._lora
+        drawn = self._requests.add(request, salt=self._salt, lora=lora)
         self._outputs.add(request, drawn)
 
     @property

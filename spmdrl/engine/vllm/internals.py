@@ -303,8 +303,8 @@ def lora_rank(rank: int) -> int:
 def register_adapter(runner: Any) -> tuple[Any, Any, int]:
     """Register one LoRA of zeros, which keeps an engine's only slot.
 
-    Returns: vLLM's request for it, which each request names; the manager of its layers; and its
-        slot in their stacked matrices.
+    Returns: vLLM's request for it, which requests to the policy name; the manager of its layers;
+        and its slot in their stacked matrices.
     """
     from vllm.lora.request import LoRARequest
 

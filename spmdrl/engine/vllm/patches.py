@@ -12,7 +12,7 @@ keep_transformers_classes  models.transformers.base.Base, support_torch_compile
 keep_head_bias             ParallelLMHead._register_bias   once a second loading keeps the bias
 count_own_ranks            models.gpt_oss.MLPBlock         once it asks no rank but its engine's
 add_phimoe_head_bias       models.phimoe.PhiMoEForCausalLM.compute_logits   once it adds the bias
-patch_cpu_build            applies the next eight
+patch_cpu_build            applies the next nine
 inspect_models_here        model_executor.models.registry._run_in_subprocess
                                                     once that is an option
 keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm
@@ -26,6 +26,9 @@ keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32
                                                     once CPU experts may stay unpacked
 draw_numbers_ahead         sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu (0.32, 0.33)
                                                     once it makes no call per request
+leave_adapters_out         lora.ops.torch_ops.bgmv_expand, bgmv_expand_slice, and their names in
+                           lora_ops and punica_cpu
+                                                    once they know the index -1
 keep_numbers_of_drafts     sample.rejection_sampler.expand_batch_to_tokens, and
                            apply_sampling_constraints (0.32, 0.33)
                                                     once its CPU kernel returns what it computes,
@@ -186,6 +189,7 @@ def patch_cpu_build() -> None:
     route_in_one_group()
     keep_expert_weights_live()
     draw_numbers_ahead()
+    leave_adapters_out()
     keep_numbers_of_drafts()
 
 
@@ -411,6 +415,31 @@ def draw_numbers_ahead() -> None:
 
 def _log_softmax(logits: Tensor) -> Tensor:
     return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def leave_adapters_out() -> None:
+    """Have adapters add nothing to tokens of requests without one. Their index is -1, by which
+    vLLM's CPU kernels take the last adapter."""
+    from vllm.lora.ops import torch_ops
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        kernel = getattr(lora_ops, name)
+        if not hasattr(kernel, "__wrapped__"):
+            for place in (lora_ops, torch_ops, punica_cpu):
+                setattr(place, name, _without_base(kernel))
+
+
+def _without_base(kernel: Callable[..., None]) -> Callable[..., None]:
+    @wraps(kernel)
+    def expand(
+        inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, *others: Any
+    ) -> None:
+        """inputs: [T, rank]; indices: [T]."""
+        kernel(inputs.masked_fill((indices < 0)[:, None], 0.0), weights, output, indices, *others)
+
+    return expand
 
 
 def keep_numbers_of_drafts() -> None:
