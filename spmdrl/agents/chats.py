@@ -9,14 +9,33 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.environments.conversation import Chat
 from spmdrl.environments.tool_calls import make_parser
+from spmdrl.errors import Refusal
 
 FIELD = "rollout.agent"
+JUDGE_FIELD = "rewards.judge.engine"
+
+
+def make_judge_chat(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, *, stops: Collection[int]
+) -> Chat:
+    """Return the Chat of requests to a judge, which begin a conversation each.
+
+    Args:
+        stops: token ids that end an answer.
+    Raises: Refusal as `Chat`, and if the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise Refusal(
+            f"{JUDGE_FIELD}: {cfg.rewards.judge.engine}, and the model's tokenizer has no chat "
+            "template, by which a judge is asked; use a model folder with a template"
+        )
+    return Chat(tokenizer, stop_token_ids=stops, rewrites="keep", field=JUDGE_FIELD)
 
 
 def make_agent_chat(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, *, tools: list[dict], stops: Collection[int]
 ) -> Chat:
-    """Return the Chat of requests with these tools.
+    """Return the Chat of an agent's requests with these tools.
 
     Args:
         stops: token ids that end an answer.

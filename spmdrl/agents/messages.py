@@ -3,18 +3,25 @@ only the gateway knows messages and texts."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from spmdrl.rewards.samples import JUDGE_KEY, JUDGE_URL
+
+HOST = "127.0.0.1"
+"""Where the gateway listens."""
 NO_PARENT = -1
 """The parent of a request that begins a trace."""
+JUDGE = "judge"
+"""In place of an episode: requests of reward functions to the engine as their judge."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request of an agent, from the gateway to the leader."""
+    """A request of an agent, or to the judge, from the gateway to the leader."""
 
     episode: str
-    """`Episode.key`."""
+    """`Episode.key`, or JUDGE."""
     id: int
     """Number of the request in its episode, from 0 in the order of arrival at the gateway. Requests
     that the gateway refuses have numbers too."""
@@ -28,6 +35,10 @@ class Ask:
     """Most tokens of each sample. The leader draws fewer where the trace becomes too long."""
     stop: tuple[str, ...]
     """Texts that end a sample."""
+    temperature: float = 0.0
+    """Of a judge's samples; the run's settings decide on those of agents."""
+    seed: int = 0
+    """The same."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +59,19 @@ class Answer:
     refusal: str = ""
     """Why it is not answered: the agent gets HTTP status 400, `context_length_exceeded`, with this
     text. Empty if it is answered."""
+
+
+def judge_variables(address: str, key: str) -> dict[str, str]:
+    """Return the environment variables by which a reward function finds the judge.
+
+    Args:
+        address: `Gateway.address`.
+        key: what `Gateway.open` returned for JUDGE.
+    """
+    return {JUDGE_URL: address, JUDGE_KEY: key} | no_proxy()
+
+
+def no_proxy() -> dict[str, str]:
+    """Return the environment variables by which a proxy does not get requests to this machine."""
+    names = ("NO_PROXY", "no_proxy")
+    return {name: ",".join(filter(None, [os.environ.get(name), HOST])) for name in names}

@@ -26,6 +26,7 @@ _MESSAGE_KEYS = {
 _MOST_SAMPLES = 128
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
+_HOTTEST = 100
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -60,6 +61,9 @@ class RequestLimits:
     token_characters: int
     """Characters of the longest token."""
     vocab_size: int
+    is_of_judge: bool = False
+    """Whether requests are to a judge. They choose their temperature and seed, which otherwise the
+    run's settings decide, and what has no effect is refused."""
 
     def check(self, characters: int, *, messages: int = 1) -> None:
         """Refuse texts that are too long for any sequence, before they become tokens.
@@ -102,6 +106,9 @@ class RequestOptions:
     """`n`."""
     max_tokens: int
     stop: tuple[str, ...]
+    temperature: float
+    """0, unless requests choose it; so is the seed."""
+    seed: int
     has_logprobs: bool
     """Whether the logprobs of the sampled tokens are returned."""
     streams: bool
@@ -150,6 +157,8 @@ def read_chat(body: dict[str, Any], limits: RequestLimits) -> ChatRequest:
         limits.check(0, messages=len(given))
     messages, odd = _messages(given)
     tools = _tools(fields.take("tools"))
+    if tools and limits.is_of_judge:
+        raise BadRequest("tools: a judge has none; leave them out", field="tools")
     size = sum(len(message["content"]) for message in messages) + len(json.dumps(tools))
     limits.check(size, messages=len(messages))
     choice = fields.take("tool_choice")
@@ -209,17 +218,29 @@ class _Fields:
             raise BadRequest(f"{name}: must be true or false, got {describe(value)}", field=name)
         return bool(value)
 
-    def count(self, name: str, *, default: int, most: int) -> int:
-        """Return a field that is a whole number from 1 to `most`."""
+    def count(self, name: str, *, default: int, most: int, least: int = 1) -> int:
+        """Return a field that is a whole number from `least` to `most`."""
         value = self.take(name)
         if value is None:
             return default
-        if type(value) is not int or not 1 <= value <= most:
+        if type(value) is not int or not least <= value <= most:
             raise BadRequest(
-                f"{name}: must be a whole number from 1 to {most}, got {describe(value)}",
+                f"{name}: must be a whole number from {least} to {most}, got {describe(value)}",
                 field=name,
             )
         return value
+
+    def temperature(self) -> float:
+        """Return the temperature, by default 0."""
+        value = self.take("temperature")
+        if value is None:
+            return 0.0
+        if type(value) not in (int, float) or not 0 <= value <= _HOTTEST:
+            raise BadRequest(
+                f"temperature: must be from 0 to {_HOTTEST}, got {describe(value)}",
+                field="temperature",
+            )
+        return float(value)
 
 
 def _options(
@@ -233,17 +254,31 @@ def _options(
     older = fields.count("max_tokens", default=limits.new_tokens, most=10**9)
     stream_options = fields.take("stream_options")
     includes_usage = isinstance(stream_options, dict) and stream_options.get("include_usage")
+    seed = 0
+    temperature = 0.0
+    if limits.is_of_judge:
+        seed = fields.count("seed", default=0, most=2**63 - 1, least=0)
+        temperature = fields.temperature()
     fields.take("seed")  # taken as honoured: the run's own seeds decide
-    return dict(
+    options = dict(
         model=model or "policy",
         samples=fields.count("n", default=1, most=_MOST_SAMPLES),
         max_tokens=min(newer, older, limits.new_tokens),
         stop=_stops(fields.take("stop")),
         has_logprobs=has_logprobs,
+        seed=seed,
+        temperature=temperature,
         streams=fields.flag("stream"),
         includes_usage=bool(includes_usage),
-        ignored=(*fields.ignored, *odd),
     )
+    ignored = (*fields.ignored, *odd)
+    if limits.is_of_judge and ignored:
+        raise BadRequest(
+            f"{ignored[0]}: is not honoured here; leave it out (temperature, seed, stop, n and "
+            "max_tokens are)",
+            field=ignored[0],
+        )
+    return options | dict(ignored=ignored)
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""The gateway process: it serves OpenAI's protocol to the agents of one engine replica.
+"""The gateway process: it serves OpenAI's protocol to the agents of one engine replica, and to
+reward functions that ask its engine as their judge.
 
 It knows messages and texts, and the leader knows ids of tokens. It holds no weights and runs no
 code of users. It listens on this machine alone, and it ends with its parent.
@@ -19,15 +20,15 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from spmdrl.agents.chats import FIELD, make_agent_chat
+from spmdrl.agents.chats import FIELD, make_agent_chat, make_judge_chat
 from spmdrl.agents.frames import FramedSocket
-from spmdrl.agents.messages import NO_PARENT, Answer, Ask
+from spmdrl.agents.messages import HOST, JUDGE, NO_PARENT, Answer, Ask
 from spmdrl.agents.replies import (
     Choice,
     Usage,
@@ -64,6 +65,8 @@ _CACHED_CHATS = 64
 _BODIES_AT_ONCE = 4
 _IDLE_PER_AGENT = 16
 """Connections without a request that stay open, per agent that may run at a time."""
+_IDLE_OF_JUDGE = 1024
+"""The same, of reward functions that ask a judge."""
 _LOOK_S = 1.0
 
 
@@ -94,12 +97,12 @@ def main(fd: int) -> None:
 
 @dataclass(eq=False)
 class LiveEpisode:
-    """What the gateway knows of an episode whose agent may call."""
+    """What the gateway knows of an episode whose agent may call, or of the requests to a judge."""
 
     key: str
-    """`Episode.key`."""
+    """`Episode.key`, or JUDGE."""
     api_key: str
-    history: EpisodeHistory = field(default_factory=EpisodeHistory)
+    history: EpisodeHistory
     num_requests: int = 0
     """Requests that have arrived."""
     num_samples: int = 0
@@ -132,8 +135,17 @@ class GatewayServer:
             vocab_size=len(self._tokenizer),
         )
         self._chats: OrderedDict[str, Chat] = OrderedDict()
-        if self._tokenizer.chat_template:
+        if self._tokenizer.chat_template and cfg.rollout.has_agent:
             self._chat_of([])
+        judge = cfg.rewards.judge
+        self._judge_limits = replace(
+            self._limits,
+            new_tokens=judge.max_response_tokens,
+            sequence=judge.max_prompt_tokens + judge.max_response_tokens,
+            is_of_judge=True,
+        )
+        if judge.is_on:
+            self._judge_chat = make_judge_chat(cfg, self._tokenizer, stops=self._stops)
         self._episodes: dict[str, LiveEpisode] = {}  # by API key
         self._by_name: dict[str, LiveEpisode] = {}
         self._told: set[str] = set()
@@ -144,13 +156,13 @@ class GatewayServer:
 
     async def serve(self) -> None:
         """Serve until the leader closes the link."""
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        listener = socket.create_server((HOST, 0), backlog=1024)
         runner = web.AppRunner(self._application(), access_log=None, handle_signals=False)
         await runner.setup()
         await web.SockSite(runner, listener).start()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link, self._receive)
-        self._put(["ready", f"http://127.0.0.1:{listener.getsockname()[1]}/v1"])
+        self._put(["ready", f"http://{HOST}:{listener.getsockname()[1]}/v1"])
         assert runner.server
         while not self._has_ended.is_set():
             self._close_idle(runner.server)
@@ -160,7 +172,10 @@ class GatewayServer:
     def _close_idle(self, server: web.Server) -> None:
         """Close the oldest idle connections if there are too many: each takes a descriptor."""
         idle = [own for own in server.connections if own not in self._busy]
-        for connection in idle[: -_IDLE_PER_AGENT * self._cfg.agents_at_once]:
+        most = _IDLE_PER_AGENT * self._cfg.agents_at_once
+        if self._cfg.rewards.judge.is_on:
+            most += _IDLE_OF_JUDGE
+        for connection in idle[:-most]:
             connection.force_close()
 
     def _application(self) -> web.Application:
@@ -206,7 +221,8 @@ class GatewayServer:
 
     def _open(self, name: str, api_key: str) -> None:
         self._end(name)
-        self._by_name[name] = self._episodes[api_key] = LiveEpisode(name, api_key)
+        history = EpisodeHistory(continues=name != JUDGE)
+        self._by_name[name] = self._episodes[api_key] = LiveEpisode(name, api_key, history)
         self._put(["opened", name])  # requests before this one are of an earlier agent
 
     def _end(self, name: str) -> None:
@@ -243,10 +259,13 @@ class GatewayServer:
 
     async def _serve_chat(self, http: web.Request) -> web.StreamResponse:
         episode, number, body = await self._begin(http)
-        request = read_chat(body, self._limits)
+        request = read_chat(body, self._limits_of(episode))
         self._admit(episode, request)
         known, covered = episode.history.find_chat(request.messages, request.tools)
-        chat = await self._in_encoder(lambda: self._chat_of(request.tools))
+        if episode.key == JUDGE:
+            chat = self._judge_chat
+        else:
+            chat = await self._in_encoder(lambda: self._chat_of(request.tools))
         if known is None:
             tokens = await self._in_encoder(lambda: chat.encode_opening(request.messages))
         else:
@@ -274,7 +293,7 @@ class GatewayServer:
 
     async def _serve_text(self, http: web.Request) -> web.StreamResponse:
         episode, number, body = await self._begin(http)
-        request = read_text(body, self._limits)
+        request = read_text(body, self._limits_of(episode))
         self._admit(episode, request)
         prompt = request.prompt
         known, covered = episode.history.find_text(prompt)
@@ -317,6 +336,9 @@ class GatewayServer:
             raise _ended()
         return episode
 
+    def _limits_of(self, episode: LiveEpisode) -> RequestLimits:
+        return self._judge_limits if episode.key == JUDGE else self._limits
+
     def _admit(self, episode: LiveEpisode, request: RequestOptions) -> None:
         """Count the samples of a request, and log what it asks without effect."""
         self._count(episode, request.samples - 1)
@@ -326,7 +348,7 @@ class GatewayServer:
     def _count(self, episode: LiveEpisode, samples: int) -> None:
         episode.num_samples += samples
         most = self._cfg.rollout.agent_max_requests
-        if episode.num_samples > most and not episode.fault:
+        if episode.num_samples > most and not episode.fault and episode.key != JUDGE:
             episode.fault = (
                 f"the agent asked for more than rollout.agent_max_requests = {most} answers; raise "
                 "it, or let the agent ask less often"
@@ -363,6 +385,8 @@ class GatewayServer:
             samples=request.samples,
             max_tokens=request.max_tokens,
             stop=request.stop,
+            temperature=request.temperature,
+            seed=request.seed,
         )
         future = episode.waiting[number] = asyncio.get_running_loop().create_future()
         self._put(["ask", asdict(ask)])

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from spmdrl.agents.containers import SHARED, Container, make_labels
+from spmdrl.agents.messages import HOST, no_proxy
 from spmdrl.config.generation import ContainerSettings
 from spmdrl.errors import Refusal, place_of
 from spmdrl.imports import import_object, resolve
@@ -28,7 +29,6 @@ from spmdrl.rewards.samples import BadValue, finite
 
 FUNCTION_FIELD = "rollout.agent"
 COMMAND_FIELD = "rollout.agent_command"
-_HOST = "127.0.0.1"
 _IN_CONTAINERS = ("OPENAI_API_KEY", "SPMDRL_SEED", "NO_PROXY", "no_proxy")
 _RESULT_BYTES = 2**20
 _TAIL_CHARS = 500
@@ -100,10 +100,7 @@ class Agent:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "SPMDRL_SEED": str(seed)}
-        # A machine's proxy must not get requests to this machine.
-        for name in ("NO_PROXY", "no_proxy"):
-            own[name] = ",".join(filter(None, [os.environ.get(name), _HOST]))
-        os.environ.update(own)
+        os.environ.update(own | no_proxy())
         if self._function is None:
             value = _run_command(self._command, row, Path(folder), self._container, base_url)
         else:
@@ -130,9 +127,9 @@ class Agent:
             return
         import openai
 
-        with socket.create_server((_HOST, 0)) as server:
+        with socket.create_server((HOST, 0)) as server:
             port = server.getsockname()[1]
-        client = self._client(_preload, base_url=f"http://{_HOST}:{port}/v1", api_key="none")
+        client = self._client(_preload, base_url=f"http://{HOST}:{port}/v1", api_key="none")
         with contextlib.suppress(openai.OpenAIError):  # nobody listens there any more
             resolve(_preload({}, client))
 
@@ -168,7 +165,7 @@ def episode_fault(base_url: str, api_key: str) -> str:
     Raises: OSError or ValueError if it does not answer.
     """
     address = urlsplit(base_url)
-    connection = http.client.HTTPConnection(_HOST, address.port, timeout=_FAULT_TIMEOUT_S)
+    connection = http.client.HTTPConnection(HOST, address.port, timeout=_FAULT_TIMEOUT_S)
     try:
         headers = {"Authorization": f"Bearer {api_key}"}
         connection.request("GET", f"{address.path}/episode", headers=headers)

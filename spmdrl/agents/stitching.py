@@ -47,9 +47,14 @@ class _Entry:
 
 
 class EpisodeHistory:
-    """The answers of one episode."""
+    """The answers of one episode.
 
-    def __init__(self) -> None:
+    Args:
+        continues: whether requests may continue answers; otherwise none is kept.
+    """
+
+    def __init__(self, *, continues: bool = True) -> None:
+        self._continues = continues
         self._chats: dict[bytes, list[_Entry]] = defaultdict(list)
         self._texts: list[tuple[str | tuple[int, ...], KnownAnswer]] = []
 
@@ -60,6 +65,8 @@ class EpisodeHistory:
             messages: the conversation with the answer as its last message, in normal form.
             tools: of the request.
         """
+        if not self._continues:
+            return
         digest = list(_digests(messages, tools))[-1]
         self._chats[digest].append(_Entry(answer, _reasonings(messages)))
 
@@ -90,7 +97,8 @@ class EpisodeHistory:
         Args:
             whole: the prompt and the answer.
         """
-        self._texts.append((whole, answer))
+        if self._continues:
+            self._texts.append((whole, answer))
 
     def find_text(self, prompt: str | tuple[int, ...]) -> tuple[KnownAnswer | None, int]:
         """Return the answer that a prompt continues, and how much of the prompt that covers:

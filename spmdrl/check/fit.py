@@ -236,12 +236,14 @@ def _own_teacher_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts)
 def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
     """Yield settings that need a vision tower, without one, or are not built for one."""
     model = cfg.model
-    if has_vision_tower(hf_model) and cfg.objective.samples and cfg.rollout.has_agent:
-        yield (
-            f"rollout.agent: is set with a {hf_model.config.model_type}, which sees: requests with "
-            f"images are not built; take a model that reads text{instead(model.path)} (model.path "
-            f"{model.path})"
-        )
+    asking = {"rollout.agent": cfg.rollout.has_agent, "rewards.judge": cfg.rewards.judge.is_on}
+    for field in [field for field, is_set in asking.items() if is_set and cfg.objective.samples]:
+        if has_vision_tower(hf_model):
+            yield (
+                f"{field}: is set with a {hf_model.config.model_type}, which sees: requests with "
+                f"images are not built; take a model that reads text{instead(model.path)} "
+                f"(model.path {model.path})"
+            )
     kind = hf_model.config.model_type  # type: ignore[union-attr]
     text = instead(model.path) if has_vision_tower(hf_model) else ""
     asked: dict[str, Any] = {} if model.train == "all" else {"train": model.train}
@@ -357,7 +359,7 @@ def _model_problems(
 
 def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
     """Yield that a row's rotary frequencies would depend on its longest sequence."""
-    longest = cfg.longest_sequence
+    longest = cfg.longest_in_engine
     config = hf_model.config.get_text_config()
     own = getattr(config, "rope_parameters", None) or {}
     # Some families have one mapping of rope parameters, others one for each type of layer.
@@ -369,10 +371,10 @@ def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str
         known = next(filter(None, lengths), None)
         if kind in ("dynamic", "longrope") and known and longest > known:
             yield (
-                f"data.max_prompt_tokens + sampling.max_response_tokens: {longest} tokens, and the "
-                f"rotary frequencies of {at} (rope_type {kind}) change for a whole row once a "
-                f"sequence of it is longer than {known}; take at most {known}, or a rope_type "
-                "such as yarn"
+                f"data.max_prompt_tokens + sampling.max_response_tokens: {longest} tokens (or "
+                f"those of rewards.judge), and the rotary frequencies of {at} (rope_type {kind}) "
+                f"change for a whole row once a sequence of it is longer than {known}; take at "
+                f"most {known}, or a rope_type such as yarn"
             )
 
 

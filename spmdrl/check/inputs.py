@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.agents.chats import FIELD, make_agent_chat
+from spmdrl.agents.chats import FIELD, JUDGE_FIELD, make_agent_chat, make_judge_chat
 from spmdrl.agents.solve import check_agent
 from spmdrl.algorithms import registry
 from spmdrl.check.fit import refusal
@@ -38,6 +38,7 @@ from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout import model_limits
 from spmdrl.rollout.chats import make_chat
 from spmdrl.rollout.decision_log import check_schedule
+from spmdrl.rollout.judging import NO_STEP_OF_JUDGE
 from spmdrl.rollout.replay_source import check_recorded
 from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world.axes import axes_of
@@ -109,6 +110,11 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         )
     if cfg.rollout.runs_agent:
         yield from _agent_problems(cfg, tokenizer, until=until)
+    if cfg.rewards.judge.is_on and cfg.objective.samples:
+        yield from _gateway_problems(JUDGE_FIELD)
+        if tokenizer is not None:
+            stops = end_token_ids(cfg, tokenizer)
+            yield from refusal(lambda: make_judge_chat(cfg, tokenizer, stops=stops))
     if cfg.objective.samples:
         yield from _model_problems(cfg, row)
         # The grader of a generated task was made with its first row.
@@ -176,11 +182,7 @@ def _agent_problems(
     Args:
         until: deadline on the clock of `time.monotonic`.
     """
-    if importlib.util.find_spec("aiohttp") is None:
-        yield (
-            f"{FIELD}: the endpoint for agents needs the package aiohttp, which is not installed; "
-            "pip install 'spmdrl[agents]'"
-        )
+    yield from _gateway_problems(FIELD)
     function = cfg.rollout.agent
     command = cfg.rollout.agent_command
     _, problem = in_child(
@@ -196,6 +198,19 @@ def _agent_problems(
     if tokenizer is not None and tokenizer.chat_template:
         yield from refusal(
             lambda: make_agent_chat(cfg, tokenizer, tools=[], stops=end_token_ids(cfg, tokenizer))
+        )
+
+
+def _gateway_problems(field: str) -> Iterator[str]:
+    """Yield why no gateway can serve.
+
+    Args:
+        field: that needs it.
+    """
+    if importlib.util.find_spec("aiohttp") is None:
+        yield (
+            f"{field}: its endpoint needs the package aiohttp, which is not installed; pip install "
+            "'spmdrl[agents]'"
         )
 
 
@@ -221,6 +236,7 @@ def _function_problems(
             scope=cfg.rewards.scope,
             has_greedy=split == "train" and "greedy_rewards" in inputs,
             no_step=_no_step(cfg),
+            has_judge=cfg.rewards.judge.is_on,
         )
         yield from [problem] if problem else found
 
@@ -237,6 +253,8 @@ def _no_step(cfg: Config) -> str:
             "rollout.schedule.dynamic replaces groups by their rewards before the step is whole; "
             "leave it out, or set rewards.scope to group"
         )
+    if cfg.rewards.judge.is_on:
+        return NO_STEP_OF_JUDGE
     return ""
 
 

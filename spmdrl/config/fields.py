@@ -359,6 +359,14 @@ class Config:
         """Return the tokens of the longest prompt with the longest response."""
         return self.data.max_prompt_tokens + self.sampling.max_response_tokens
 
+    @property
+    def longest_in_engine(self) -> int:
+        """Return the tokens of the longest sequence of an engine, which may be a judge's."""
+        judge = self.rewards.judge
+        if not judge.is_on:
+            return self.longest_sequence
+        return max(self.longest_sequence, judge.max_prompt_tokens + judge.max_response_tokens)
+
 
 def sequences_together(cfg: Config) -> int:
     """Return how many sequences must be in one micro-batch: a row's pair, or a whole group, two of

@@ -255,6 +255,26 @@ class ShapingSettings:
 
 
 @dataclass(frozen=True)
+class JudgeSettings:
+    """A judge for reward functions without a second model: the run's own engines answer them
+    (docs/rewards.md). Its tokens are never trained on. A verdict must come within
+    rewards.timeout_s."""
+
+    engine: Literal["none", "base", "policy"] = "none"
+    """Weights that judge: `base`, the frozen ones, with the policy's adapters switched off, under
+    model.lora.push adapter; `policy`, the current ones, so that the policy judges itself."""
+    max_prompt_tokens: Tokens = 2048
+    """Longest question, with the chat template; a longer one fails its sample."""
+    max_response_tokens: Tokens = 512
+    """Longest verdict."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether engines judge."""
+        return self.engine != "none"
+
+
+@dataclass(frozen=True)
 class RewardsSettings:
     """Reward functions and the processes that run them."""
 
@@ -287,3 +307,4 @@ class RewardsSettings:
     """A reward that raises, hangs or is not a finite number: end the run, or drop the sample, all
     of a group where it was called with them; see docs/rewards.md."""
     shaping: ShapingSettings = field(default_factory=ShapingSettings)
+    judge: JudgeSettings = field(default_factory=JudgeSettings)

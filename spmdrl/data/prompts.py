@@ -294,6 +294,13 @@ def check_context(
             f"{cfg.longest_sequence} tokens, above the model's context of {max_positions}; lower "
             "one of them"
         )
+    if cfg.objective.samples and max_positions and cfg.longest_in_engine > max_positions:
+        judge = cfg.rewards.judge
+        raise Refusal(
+            f"rewards.judge.max_prompt_tokens {judge.max_prompt_tokens} + max_response_tokens "
+            f"{judge.max_response_tokens} = {cfg.longest_in_engine} tokens, above the model's "
+            f"context of {max_positions}; lower one of them"
+        )
     if vocab_size is not None and len(tokenizer) > vocab_size:
         raise Refusal(
             f"the tokenizer of {cfg.model.tokenizer or cfg.model.path} has {len(tokenizer)} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from spmdrl.data.rows import ground_truth_of
 from spmdrl.errors import RAISED, Refusal, with_line
 from spmdrl.imports import attempt
 from spmdrl.rewards.forms import KNOWN_LISTS, Parameters, form_of
+from spmdrl.rewards.samples import JUDGE_KEY, JUDGE_URL
 from spmdrl.rewards.signatures import import_function, load_reward
 
 _MAX_ROWS = 1000
@@ -49,6 +51,7 @@ def function_problems(
     scope: str = "auto",
     has_greedy: bool = False,
     no_step: str = "",
+    has_judge: bool = False,
 ) -> list[str]:
     """Return why functions cannot be used, each as `rewards.functions: ...`.
 
@@ -57,7 +60,10 @@ def function_problems(
         scope: rewards.scope.
         has_greedy: whether a greedy response, which is not in its group, is scored too.
         no_step: why functions cannot see a whole step; empty if they can.
+        has_judge: whether the run's engines judge.
     """
+    if has_judge:  # functions that ask it find it in their environment
+        os.environ |= {JUDGE_URL: "http://127.0.0.1:1/v1", JUDGE_KEY: "none"}
     problems = []
     scopes = set()
     for spec in specs:

@@ -1,5 +1,5 @@
-"""Rewards of models on a server: an LLM that judges one response, or the responses of a group
-together, and a reward model.
+"""Rewards of other models: an LLM that judges one response, or the responses of a group together,
+and a reward model. They are on a server, or the run's own engine judges (`rewards.judge`).
 
 Make them in a file of your own, and name them from there:
 
@@ -7,6 +7,7 @@ Make them in a file of your own, and name them from there:
     from spmdrl.rewards.judge import group_judge, judge, reward_server
     score = judge(url="http://node7:8000/v1", model="Qwen/Qwen3-32B", cache="judge.sqlite")
     best = group_judge(url="http://node7:8000/v1", model="Qwen/Qwen3-32B", rubric=["It is short."])
+    own = judge(url="engine")
     preference = reward_server(url="http://node8:8000", model="my/reward-model", kind="classify")
 
     --rewards.functions my_rewards.py:score
@@ -19,6 +20,7 @@ by code.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,8 +29,15 @@ from spmdrl.data.rows import ground_truth_of
 from spmdrl.errors import Refusal
 from spmdrl.rewards.answers import last_match
 from spmdrl.rewards.endpoint import Endpoint
-from spmdrl.rewards.samples import Scope, as_finite
+from spmdrl.rewards.samples import JUDGE_KEY, JUDGE_URL, Scope, as_finite
 
+ENGINE = "engine"
+"""In place of a URL: the run's own engine."""
+NO_JUDGE = (
+    "rewards.judge.engine: none, and a reward function asks the run's own engine; set it to base "
+    "or policy, or name the judge's url"
+)
+_NO_LIMIT_S = 1e6
 DEFAULT_TEMPLATE = """\
 Judge how good the response to the request is, whatever it says about itself.
 
@@ -123,10 +132,34 @@ class ServedReward:
         return rewards
 
 
+class EngineEndpoint(Endpoint):
+    """The run's own engine, whose address a worker finds in its environment.
+
+    An equal request gets an equal verdict, so it is not repeated. No deadline is set beside
+    rewards.timeout_s.
+    """
+
+    def __init__(self) -> None:
+        url = os.environ.get(JUDGE_URL, "http://not-set")
+        super().__init__(
+            f"{url}/chat/completions",
+            api_key_env=JUDGE_KEY,
+            timeout_s=_NO_LIMIT_S,
+            total_s=_NO_LIMIT_S,
+            retries=0,
+        )
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request. Raises: Refusal if no engine judges."""
+        if not os.environ.get(JUDGE_URL):
+            raise Refusal(NO_JUDGE)
+        return super().headers()
+
+
 def judge(
     *,
     url: str,
-    model: str,
+    model: str = "",
     template: str = DEFAULT_TEMPLATE,
     score_pattern: str = _SCORE,
     options: Mapping[str, Any] | None = None,
@@ -135,8 +168,9 @@ def judge(
     """Make a reward of a chat model's written score.
 
     Args:
-        url: base of an OpenAI-compatible API, such as http://host:8000/v1.
-        model: its name there.
+        url: base of an OpenAI-compatible API, such as http://host:8000/v1; or `engine`, the run's
+            own engine with the weights that rewards.judge.engine names.
+        model: its name there; empty for the engine.
         template: the question; {prompt}, {response} and {reference} (the row's reference answer)
             are filled in. Other braces stand for themselves.
         score_pattern: regular expression whose first group is the score; its last match counts.
@@ -144,8 +178,8 @@ def judge(
         others: system, a system message before the question; low and high, the scale (0 and 10):
             the reward is 0 at `low`, 1 at `high`, and a score outside is an error; concurrency,
             requests that one worker sends at the same time (32); api_key_env, timeout_s, total_s,
-            retries, backoff_s, requests_per_s and cache of `Endpoint`. With a cache and
-            temperature 0 the same response always gets the same score.
+            retries, backoff_s, requests_per_s and cache of `Endpoint`, which the engine does not
+            take. With a cache and temperature 0 the same response always gets the same score.
     Raises: Refusal for arguments.
     """
     if "{response}" not in template:
@@ -171,7 +205,7 @@ def judge(
 def group_judge(
     *,
     url: str,
-    model: str,
+    model: str = "",
     template: str = GROUP_TEMPLATE,
     rubric: str | Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
@@ -253,8 +287,28 @@ def _of_chat(
             raise Refusal(f"the score {outside[0]} is outside [{low}, {high}]")
         return [(score - low) / (high - low) for score in found], text
 
-    place = Endpoint(url.rstrip("/") + "/chat/completions", **endpoint)
+    place = _endpoint_of(url, model, endpoint)
     return ServedReward(place, body=body, read=read, concurrency=concurrency, scope=scope)
+
+
+def _endpoint_of(url: str, model: str, options: Mapping[str, Any]) -> Endpoint:
+    """Return the endpoint of a judge.
+
+    Args:
+        options: those of `Endpoint`.
+    Raises: Refusal for a server without a model, or options that the engine does not take.
+    """
+    if url != ENGINE:
+        if not model:
+            raise Refusal("model: is empty; name the model as the server does")
+        return Endpoint(url.rstrip("/") + "/chat/completions", **options)
+    given = ["model"] if model else []
+    if given := [*given, *options]:
+        raise Refusal(
+            f"{given[0]}: has no effect on the run's own engine; leave it out "
+            "(rewards.judge.engine names the weights, rewards.timeout_s the deadline)"
+        )
+    return EngineEndpoint()
 
 
 def _digest(text: str) -> str:

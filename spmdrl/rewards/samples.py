@@ -13,6 +13,10 @@ from typing import Any, Literal, get_args
 Scope = Literal["sample", "group", "step"]
 """How many samples a function sees in one call: one, all of a prompt, all of a step."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+JUDGE_URL = "SPMDRL_JUDGE_URL"
+"""Environment variable of a worker: base of OpenAI's API, at which the run's engine judges."""
+JUDGE_KEY = "SPMDRL_JUDGE_KEY"
+"""The same: the API key."""
 _MAX_EXTRA_CHARS = 500
 
 

@@ -18,7 +18,7 @@ from spmdrl.agents.gateway import Gateway
 from spmdrl.agents.messages import NO_PARENT, Answer, Ask
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.rollout.decisions import Decisions, Report
+from spmdrl.rollout.decisions import Decisions
 from spmdrl.rollout.episode import GREEDY, Episode, Group, sample_seed, seed_after
 from spmdrl.rollout.tree import AgentCall, Tree
 from spmdrl.workers.messages import LOST, RewardResult, SolveResult
@@ -82,11 +82,6 @@ class AskedSample:
         return self
 
 
-def wanted(sequences: Iterable[Episode | AskedSample]) -> list[Episode | AskedSample]:
-    """Return sequences without the samples of agents that have ended."""
-    return [one for one in sequences if not (isinstance(one, AskedSample) and one.tree.is_closed)]
-
-
 def asked_samples(episode: Episode) -> list[AskedSample]:
     """Return the unfinished samples that an episode's agent asked for."""
     assert episode.tree is not None
@@ -126,26 +121,20 @@ class AgentEpisodes:
         self._running: set[Hashable] = set()  # keys of episodes whose agent runs
         self._lost: set[Hashable] = set()  # of those whose agent was lost once
 
-    def close(self) -> None:
-        """End the gateway."""
-        if self.gateway is not None:
-            self.gateway.close()
-
     # ---------------------------------------------------------------- what comes from outside
 
-    def poll(self) -> list[Report]:
-        """Return the results of workers and the requests of agents, without waiting.
+    def poll(self) -> list[PoolResult]:
+        """Return the results of workers, without waiting.
 
         An agent that is lost for the first time begins again, see `begin`.
         """
-        asks = [] if self.gateway is None else self.gateway.poll()
-        reports: list[Report] = []
+        results: list[PoolResult] = []
         again: list[PoolResult] = []
         for result in self.pool.poll():
             if result.failure != LOST:
-                reports.append(result)
+                results.append(result)
             elif result.key in self._lost:
-                reports.append(replace(result, failure="error"))
+                results.append(replace(result, failure="error"))
             else:
                 again.append(result)
         if again:
@@ -153,11 +142,7 @@ class AgentEpisodes:
             self._lost |= keys
             self._running -= keys
             log.warning("%s; %d agents begin again", again[0].message, len(again))
-        return [*reports, *asks]
-
-    def wait(self) -> None:
-        """Sleep until there may be something to poll, or a deadline may have passed."""
-        self.pool.wait(also=[] if self.gateway is None else [self.gateway.fileno()])
+        return results
 
     @contextlib.contextmanager
     def serving(self, purpose: str) -> Iterator[None]:

@@ -10,9 +10,11 @@ generates, for training or for an evaluation. n counts the engine steps since th
     {"evaluate": [version, -1]}     a stretch begins: it is an evaluation
     {"answers": [n, keys, failed, ended]}   the replica took the workers' answers to these keys, in
                                     this order; failed: {key: [kind, message]}; ended: {key: [reward
-                                    or null, metrics]} of agents
+                                    or null, metrics, parts, extras]} of agents, and, with a judge,
+                                    of reward functions
     {"agents": [n, keys]}           the agents of these episodes begin, or begin again
-    {"ask": [n, ...]}               the replica took a request of an agent, with the fields of Ask
+    {"ask": [n, ...]}               the replica took a request of an agent or to the judge, with the
+                                    fields of Ask
     {"book": [n, number, move]}     the replica played the shared book's moves up to this number;
                                     move: the last one if this replica made it, else null
     {"pause": [n]}                  generation stops for new weights
@@ -91,7 +93,8 @@ def is_timed(cfg: Config) -> bool:
     schedule = cfg.rollout.schedule
     is_early = schedule.in_flight or schedule.leaves_unfinished or bool(schedule.dynamic)
     is_sampled = cfg.objective.samples and not replay_folder(cfg)
-    has_answers = bool(cfg.environment_fields()) or cfg.rollout.has_agent
+    own = cfg.rewards.judge.is_on or cfg.rollout.has_agent
+    has_answers = own or bool(cfg.environment_fields())
     return is_sampled and (is_early or schedule.balance == "steal" or has_answers)
 
 
@@ -175,11 +178,13 @@ def _are_ended(values: Any) -> bool:
 
 
 def _is_end(value: Any) -> bool:
-    if not is_list(value) or len(value) != 2:
+    if not is_list(value) or len(value) != 4:
         return False
-    reward, metrics = value
-    is_right = reward is None or is_number(reward)
-    return is_right and is_object(metrics) and all(map(is_number, metrics.values()))
+    reward, metrics, parts, extras = value
+    if not all(map(is_object, (metrics, parts, extras))):
+        return False
+    numbers = [0 if reward is None else reward, *metrics.values(), *parts.values()]
+    return all(map(is_number, numbers)) and are_texts([*extras.values()])
 
 
 def _is_move(value: Any) -> bool:
@@ -204,7 +209,10 @@ _FORMS: dict[str, tuple[Form, ...]] = {
     "evaluate": (is_whole, is_whole),
     "answers": (is_whole, _are_keys, _are_failures, _are_ended),
     "agents": (is_whole, are_texts),
-    "ask": (is_whole, is_text, is_whole, is_whole, are_wholes, is_whole, is_whole, are_texts),
+    "ask": (
+        *(is_whole, is_text, is_whole, is_whole, are_wholes),
+        *(is_whole, is_whole, are_texts, is_number, is_whole),
+    ),
     "book": (is_whole, is_whole, _is_move),
     "pause": (is_whole,),
     "end": (is_whole,),

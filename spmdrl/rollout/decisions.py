@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl.agents.messages import Ask
+from spmdrl.agents.messages import JUDGE, Ask
 from spmdrl.config import Config
 from spmdrl.journal import Journal
 from spmdrl.rollout.book import Move, OwnBook, SharedBook, Ticket
@@ -80,6 +80,7 @@ class Decisions:
         self._must_repeat = False  # rollout.replay_schedule is set: repeat all decisions
         self._diverged_file: Path | None = None
         self._drops_failed = True  # drop samples whose reward failed; if False, the run ends
+        self._has_judge = False  # rewards are written too: no function runs to repeat them
         self._past = PastDecisions()  # the decisions to repeat
         self._is_written = False  # the journal already has the lines to repeat
         self._journal: Journal | None = None
@@ -107,6 +108,7 @@ class Decisions:
         self._must_repeat = bool(cfg.rollout.replay_schedule)
         self._diverged_file = folder / DIVERGED_FILE
         self._drops_failed = cfg.rewards.on_failure == "drop"
+        self._has_judge = cfg.rewards.judge.is_on
         self._files = _DecisionFiles(cfg, world, version=version)
 
     # ---------------------------------------------------------------- stretches
@@ -243,11 +245,13 @@ class Decisions:
             return []
         answers = self._inbox.take(self._prefix, outside, must_wait=is_idle)
         failed = {a.key: [a.failure, a.message[:_MESSAGE_CHARS]] for a in answers if a.failure}
-        ended = {
-            a.key: [a.value, a.metrics]
-            for a in answers
-            if isinstance(a, SolveResult) and not a.failure
-        }
+        ended = {}
+        for answer in answers:
+            if isinstance(answer, SolveResult) and not answer.failure:
+                ended[answer.key] = [answer.value, answer.metrics, {}, {}]
+            elif isinstance(answer, RewardResult) and not answer.failure and self._has_judge:
+                own = [answer.value, answer.metrics, answer.parts, answer.extras]
+                ended[answer.key] = own
         # Do not write a failure that ends the run: the next attempt must not repeat it.
         if answers and (self._drops_failed or not failed):
             self._write(["answers", self._clock, [answer.key for answer in answers], failed, ended])
@@ -260,20 +264,24 @@ class Decisions:
         awaited: Mapping[Hashable, Episode],
         *,
         failed: Mapping[Hashable, tuple[Failure, str]],
-        ended: Mapping[Hashable, tuple[float | None, dict[str, float]]],
+        ended: Mapping[Hashable, tuple[float | None, dict, dict, dict]],
     ) -> Answer:
-        """Return the answer to a key: wait for it, or repeat a failure or an agent's reward."""
+        """Return the answer to a key: wait for it, or repeat a failure, an agent's reward, or one
+        that a judge may have decided."""
         if key not in awaited:
             raise self._divergence(f"no job {key} at the workers")
         stage = awaited[key].stage
+        is_unasked = stage == "solve" or (stage == "score" and self._has_judge)
         if key in failed:
-            if stage != "solve":  # no agent runs
+            if not is_unasked:
                 self._inbox.discard(key)
             failure, message = failed[key]
             return _RESULTS.get(stage, TurnResult)(key, failure=failure, message=message)
-        if stage == "solve":
-            value, metrics = ended[key]
-            return SolveResult(key, value=value, metrics=metrics)
+        if is_unasked:
+            value, metrics, parts, extras = ended[key]
+            if stage == "solve":
+                return SolveResult(key, value=value, metrics=metrics)
+            return RewardResult(key, value, parts, metrics, extras)
         answer = self._inbox.wait_for(key, outside)
         if answer.failure:
             raise self._divergence(f"a failure of {key}: {answer.failure}: {answer.message}")
@@ -301,7 +309,7 @@ class Decisions:
         return keys
 
     def asks(self, awaited: Mapping[Hashable, Episode]) -> list[Ask]:
-        """Return the requests of agents that have arrived, in order.
+        """Return the requests of agents, and to the judge, that have arrived, in order.
 
         Args:
             awaited: {key: episode} of the episodes that the workers have. Requests of others are
@@ -309,17 +317,18 @@ class Decisions:
         """
         asks = []
         while (line := self._due("ask")) is not None:
-            _, _, episode, number, parent, tokens, samples, max_tokens, stop = line
-            if episode not in awaited:
+            _, _, episode, number, parent, tokens, samples, max_tokens, stop, *how = line
+            if episode not in awaited and episode != JUDGE:
                 raise self._divergence(f"no agent of {episode}")
             asks.append(
-                Ask(episode, number, parent, tuple(tokens), samples, max_tokens, tuple(stop))
+                Ask(episode, number, parent, tuple(tokens), samples, max_tokens, tuple(stop), *how)
             )
             self._repeat()
         if asks or self._ahead:
             return asks
         for ask in self._inbox.take_asks(self._prefix):
-            if ask.episode in awaited and awaited[ask.episode].stage == "solve":
+            is_awaited = ask.episode in awaited and awaited[ask.episode].stage == "solve"
+            if is_awaited or ask.episode == JUDGE:
                 asks.append(ask)
                 self._write(["ask", self._clock, *vars(ask).values()])
         return asks
@@ -431,9 +440,10 @@ class _Inbox:
         return [self._answers.pop(key) for key in self._keys(prefix)]
 
     def take_asks(self, prefix: str) -> list[Ask]:
-        """Remove and return the requests of episodes whose keys begin with a prefix."""
+        """Remove and return the requests of episodes whose keys begin with a prefix, and those to
+        the judge."""
         taken = self._asks_of(prefix)
-        self._asks = [ask for ask in self._asks if not ask.episode.startswith(prefix)]
+        self._asks = [ask for ask in self._asks if ask not in taken]
         return taken
 
     def drop_asks(self, episodes: Collection[str]) -> None:
@@ -444,7 +454,7 @@ class _Inbox:
         return [key for key in self._answers if str(key).startswith(prefix)]
 
     def _asks_of(self, prefix: str) -> list[Ask]:
-        return [ask for ask in self._asks if ask.episode.startswith(prefix)]
+        return [ask for ask in self._asks if ask.episode.startswith((prefix, JUDGE))]
 
     def wait_for(self, key: Hashable, outside: Outside) -> Answer:
         """Wait for the answer to a key; remove and return it."""

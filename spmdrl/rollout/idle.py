@@ -17,7 +17,7 @@ CAUSES = ("tail", "reward", "environment", "replicas", "exchange", "update", "pu
 """Causes inside time/generate:
 
 - tail: too few sequences are left to fill the engine;
-- reward: the workers score the last samples;
+- reward: the workers score the last samples, or the engine draws for their judge alone;
 - environment: episodes wait for their environment or agent;
 - replicas: another replica samples the missing groups.
 
@@ -68,9 +68,15 @@ class Idle:
     def _count(self, cause: str, seconds: float) -> None:
         self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
 
-    def count_step(self, seconds: float, *, drawing: int, playing: int) -> None:
-        """Count the places that an engine step left empty."""
+    def count_step(self, seconds: float, *, drawing: int, playing: int, judging: int = 0) -> None:
+        """Count the places that an engine step left empty.
+
+        Args:
+            judging: sequences in the engine that are a judge's.
+        """
         shares = empty_shares(self.width, drawing=drawing, playing=playing)
+        if judging and judging == drawing:
+            shares["reward"] = shares.pop("tail")
         for cause, share in shares.items():
             self._count(cause, share * seconds)
 

@@ -4,6 +4,8 @@
     open -> draw -> answer -> draw -> ... -> score     with one
     solve -> score                                     with an agent, see agent_episodes.py
 
+With a judge, the reward functions ask the engine too, see judging.py.
+
 The engine draws, and worker processes do the rest. Neither waits for the other: a tick takes one
 engine step, and then the results that the workers have.
 """
@@ -18,18 +20,14 @@ from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.agents.gateway import Gateway
+from spmdrl.agents.messages import JUDGE
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Drafts, EngineProtocol, Request
 from spmdrl.environments.conversation import Chat
 from spmdrl.errors import Refusal, RewardFailed
-from spmdrl.rollout.agent_episodes import (
-    AgentEpisodes,
-    AskedSample,
-    asked_samples,
-    wanted,
-    with_drawn,
-)
-from spmdrl.rollout.decisions import Answer, Decisions
+from spmdrl.rollout.agent_episodes import AgentEpisodes, AskedSample, asked_samples, with_drawn
+from spmdrl.rollout.decisions import Answer, Decisions, Report
 from spmdrl.rollout.episode import (
     Episode,
     FinishedEpisode,
@@ -41,6 +39,7 @@ from spmdrl.rollout.episode import (
 )
 from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.idle import Idle
+from spmdrl.rollout.judging import EngineJudge, JudgeSample
 from spmdrl.rollout.link import Link
 from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.rollout.tree import Tree
@@ -48,6 +47,8 @@ from spmdrl.types import Sums
 from spmdrl.workers.messages import OVERLONG, Failure, RewardResult, SolveResult, TurnResult
 from spmdrl.workers.pool import RewardPool
 
+Drawable = Episode | AskedSample | JudgeSample
+"""What the engine draws tokens for."""
 ENVIRONMENT = "environment"
 """Name of the environment's rewards among a sample's parts."""
 
@@ -63,6 +64,8 @@ class Loop:
         chats: {index of a data source: the Chat of its episodes}, for sources with an environment.
             An episode of another source ends with its first response.
         agents: plays all episodes; None without an agent.
+        judge: answers reward functions; None without `rewards.judge`.
+        gateway: what agents and reward functions ask; None if nothing can.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class Loop:
         link: Link,
         chats: Mapping[int, Chat] = MappingProxyType({}),
         agents: AgentEpisodes | None = None,
+        judge: EngineJudge | None = None,
+        gateway: Gateway | None = None,
     ):
         self.cfg = cfg
         self.tokenizer = tokenizer
@@ -81,14 +86,18 @@ class Loop:
         self.link = link
         self.chats = chats
         self.agents = agents
+        self.judge = judge
+        self._gateway = gateway
         self.decisions = Decisions()
         self.idle = Idle()
         self._drafts: list[Drafts] = []
         self.failed_rewards = FailedRewardLog()
         self._recomputed = (0, 0.0)  # tokens and seconds, see `take_recomputed`
-        self._to_draw: list[Episode | AskedSample] = []
-        self._drawing: dict[str, Episode | AskedSample] = {}  # in the engine, by request
+        self._to_draw: list[Drawable] = []
+        self._drawing: dict[str, Drawable] = {}  # in the engine, by request
         self._outside: dict[Hashable, Episode] = {}  # at the workers, by key
+        # Those of `_outside` that no function scores yet: past decisions may hold their rewards.
+        self._unscored: dict[Hashable, Episode] = {}
 
     def admit(self, group: Group) -> None:
         """Start all samples of a new group."""
@@ -158,7 +167,7 @@ class Loop:
             one = self._drawing.get(completion.key)
             if isinstance(one, AskedSample):
                 asked.append((one, completion))
-            elif one is not None:
+            elif isinstance(one, Episode):
                 drawn.append(one.append_completion(completion))
         return [*waiting, *with_drawn(self._outside.values(), asked), *drawn]
 
@@ -166,10 +175,16 @@ class Loop:
         """Queue the episodes of requests that the engine aborted, to draw the rest of their turns.
 
         Their order does not depend on their places in the engine, so that a resumed run continues
-        in the same order.
+        in the same order. Verdicts of a judge are dropped: each complete group has its rewards.
         """
-        aborted = [self._drawing.pop(one.key).append_completion(one) for one in completions]
-        self._to_draw = sorted([*self._to_draw, *aborted], key=lambda one: one.order)
+        if self.judge is not None:
+            self.judge.drop()
+        waiting = [one for one in self._to_draw if not isinstance(one, JudgeSample)]
+        for completion in completions:
+            one = self._drawing.pop(completion.key)
+            if not isinstance(one, JudgeSample):
+                waiting.append(one.append_completion(completion))
+        self._to_draw = [*sorted(waiting, key=lambda one: one.order)]
 
     def serving(self, purpose: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the engine draws for samples of one purpose."""
@@ -196,35 +211,63 @@ class Loop:
         """
         if self.agents is not None:
             self.agents.begin(self.decisions, self._outside)
-        new = wanted(self._to_draw)
+        if self._unscored and not self.decisions.is_repeating:
+            unscored = [*self._unscored.values()]
+            self._unscored = {}
+            self._submit(unscored)
+        new = [one for one in self._to_draw if not _is_unwanted(one)]
         self._to_draw = []
         began = time.perf_counter()
         playing = self._num_at_environments()
         # With nothing to draw, wait for a worker instead of taking empty engine steps.
         is_idle = not new and not engine.is_busy
         if not is_idle:
-            requests = [episode.request() for episode in new]
+            requests = [_request_of(one) for one in new]
             # The replica's other ranks add the same requests: all must take part in the step below.
             self.link.step(requests)
             for request in requests:
                 engine.add(request)
-            self._drawing |= {episode.request_key: episode for episode in new}
+            self._drawing |= {one.request_key: one for one in new}
             drawing = len(self._drawing)
+            judging = sum(isinstance(one, JudgeSample) for one in self._drawing.values())
             completions = engine.step()
             self.decisions.count_step()
             seconds = time.perf_counter() - began
-            self.idle.count_step(seconds, drawing=drawing, playing=playing)
+            self.idle.count_step(seconds, drawing=drawing, playing=playing, judging=judging)
+            if self.judge is not None:
+                self.judge.count_step(seconds, share=judging / max(1, drawing))
             self._count_recomputed(requests, seconds=seconds)
             self._receive_completions(completions)
-        others = self.agents or self.pool
-        answers = self.decisions.answers(others, self._outside, is_idle=is_idle)
+        answers = self.decisions.answers(self, self._outside, is_idle=is_idle)
         if is_idle:
             self.idle.add("environment" if playing else "reward", time.perf_counter() - began)
         complete = self._receive_results(answers)
-        if self.agents is not None:
-            asks = self.decisions.asks(self._outside)
-            self._to_draw += self.agents.take(asks, self._outside)
+        if self.agents is not None or self.judge is not None:
+            self._receive_asks()
         return complete
+
+    def _receive_asks(self) -> None:
+        """Queue what agents and reward functions have asked for."""
+        are_awaited = not self.decisions.is_repeating
+        asks = self.decisions.asks(self._outside)
+        if self.agents is not None:
+            own = [ask for ask in asks if ask.episode != JUDGE]
+            self._to_draw += self.agents.take(own, self._outside)
+        if self.judge is not None:
+            own = [ask for ask in asks if ask.episode == JUDGE]
+            self._to_draw += self.judge.take(own, are_awaited=are_awaited)
+
+    # ---------------------------------------------------------------- what comes from outside
+
+    def poll(self) -> list[Report]:
+        """Return the results of workers and the requests to the gateway, without waiting."""
+        asks = [] if self._gateway is None else self._gateway.poll()
+        results = self.pool.poll() if self.agents is None else self.agents.poll()
+        return [*results, *asks]
+
+    def wait(self) -> None:
+        """Sleep until there may be something to poll, or a deadline may have passed."""
+        self.pool.wait(also=[] if self._gateway is None else [self._gateway.fileno()])
 
     def _count_recomputed(self, requests: Sequence[Request], *, seconds: float) -> None:
         """Count what an engine step computed again of responses that it had begun."""
@@ -267,6 +310,10 @@ class Loop:
         episodes = []
         for completion in completions:
             episode = self._drawing.pop(completion.key)
+            if isinstance(episode, JudgeSample):
+                assert self.judge is not None
+                self.judge.complete(episode, completion)
+                continue
             if completion.drafts is not None and episode.group.draw.purpose == "train":
                 self._drafts.append(completion.drafts)
             if isinstance(episode, AskedSample):
@@ -312,6 +359,14 @@ class Loop:
         for episode in episodes:
             episode.stage = "score"
             self._outside[episode.key] = episode
+        if self.judge is not None and self.decisions.is_repeating:
+            self._unscored |= {episode.key: episode for episode in episodes}
+        else:
+            self._submit(episodes)
+
+    def _submit(self, episodes: Sequence[Episode]) -> None:
+        """Send episodes to the reward functions."""
+        for episode in episodes:
             self.pool.submit(
                 episode.key,
                 prompt=episode.group.prompt,
@@ -322,11 +377,14 @@ class Loop:
                 position=episode.sample,
                 step=episode.group.step,
             )
-            self._close_if_whole(episode.group)
+        for group in {episode.group.key: episode.group for episode in episodes}.values():
+            self._close_if_whole(group)
 
     def _close_if_whole(self, group: Group) -> None:
         """Let functions of whole groups score a group once all its samples wait for a reward."""
         if "group" not in self.pool.scopes:
+            return
+        if any(group.episode_key(sample) in self._unscored for sample in group.positions):
             return
         # Look only at this group's episodes: workers may hold thousands, and each asks once.
         own = (self._outside.get(group.episode_key(sample)) for sample in group.positions)
@@ -339,6 +397,7 @@ class Loop:
         complete = []
         for result in results:
             episode = self._outside.pop(result.key)
+            self._unscored.pop(result.key, None)
             group = episode.group
             reward: RewardResult | None
             if isinstance(result, TurnResult):
@@ -440,6 +499,15 @@ class Loop:
     def texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """Decode rows of ids, without special tokens."""
         return self.tokenizer.batch_decode(list(rows), skip_special_tokens=True)
+
+
+def _request_of(one: Drawable) -> Request:
+    return one.request if isinstance(one, JudgeSample) else one.request()
+
+
+def _is_unwanted(one: Drawable) -> bool:
+    """Return whether a sequence is a sample of an agent that has ended."""
+    return isinstance(one, AskedSample) and one.tree.is_closed
 
 
 def _check_scored(finished: FinishedEpisode, group: Group) -> None:

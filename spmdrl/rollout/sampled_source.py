@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.agents.gateway import Gateway
+from spmdrl.agents.messages import JUDGE, judge_variables
 from spmdrl.algorithms import registry
 from spmdrl.config import Config, EvaluateSettings, SamplingSettings
 from spmdrl.data.prompts import PromptSource
@@ -23,6 +24,7 @@ from spmdrl.rollout.chats import make_chats
 from spmdrl.rollout.episode import Draw, FinishedEpisode, Group
 from spmdrl.rollout.filling import StepFiller
 from spmdrl.rollout.idle import Idle
+from spmdrl.rollout.judging import NO_STEP_OF_JUDGE, EngineJudge
 from spmdrl.rollout.link import Link
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.outcomes import ProblemOutcome, outcomes_of
@@ -78,7 +80,12 @@ class SampledSource(Source):
         self._finished: int | None = None  # version with which nothing is left to generate
         if world.inference_tp_rank != 0:
             return
-        self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
+        self._gateway = self._start_gateway()
+        environ = {}
+        if self._gateway is not None and cfg.rewards.judge.is_on:
+            environ = judge_variables(self._gateway.address, self._gateway.open(JUDGE))
+        steps_per_epoch = self.prompts.steps_per_epoch
+        self.pool = RewardPool(cfg, steps_per_epoch=steps_per_epoch, environ=environ)
         self.pool.start()  # an unusable reward function is refused now
         if world.rank == world.inference_ranks[0]:
             for hint in group_hints(cfg, self.pool.scopes):
@@ -88,14 +95,27 @@ class SampledSource(Source):
                 f"rewards.scope: a function sees whole steps, and each of {world.num_replicas} "
                 "engine replicas has a share of one; set it to group, or have one replica"
             )
+        if "step" in self.pool.scopes and cfg.rewards.judge.is_on:
+            raise Refusal(f"rewards.scope: a function sees whole steps, and {NO_STEP_OF_JUDGE}")
         draw = self._make_draw("train", cfg.sampling, samples=cfg.batch.group_size)
         is_first = world.replica == 0
         chats = make_chats(cfg, tokenizer, self.pool, stops=self._stops, is_first=is_first)
         agents = None
         if cfg.rollout.has_agent:
-            agents = AgentEpisodes(cfg, pool=self.pool, gateway=self._start_gateway())
+            gateway = self._gateway if cfg.rollout.runs_agent else None
+            agents = AgentEpisodes(cfg, pool=self.pool, gateway=gateway)
+        judge = None
+        if self._gateway is not None and cfg.rewards.judge.is_on:
+            judge = EngineJudge(cfg, gateway=self._gateway, stops=self._stops)
         self.loop = Loop(
-            cfg, tokenizer=tokenizer, pool=self.pool, link=self.link, chats=chats, agents=agents
+            cfg,
+            tokenizer=tokenizer,
+            pool=self.pool,
+            link=self.link,
+            chats=chats,
+            agents=agents,
+            judge=judge,
+            gateway=self._gateway,
         )
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
 
@@ -118,7 +138,9 @@ class SampledSource(Source):
         with self.world.watch.phase("generate", engine.version):
             # A run that resumes from a checkpoint has no keys and values of older weights.
             keeps = self.cfg.rollout.schedule.kv_cache == "keep" and not self._was_saved
-            if engine.version != self._version and not keeps:
+            is_new = engine.version != self._version and not keeps
+            # A judge's request may be left over that is in no checkpoint.
+            if is_new or self.cfg.rewards.judge.is_on:
                 self._restart_requests(engine)
             self._version = engine.version
             self._was_saved = False
@@ -200,6 +222,8 @@ class SampledSource(Source):
             decisions.end()
         score_step(self.loop, groups, step=step)
         self.loop.idle = idle
+        if self.loop.judge is not None:
+            self.loop.judge.take_sums(is_first=True)
         self.link.end()
         samples = [sample for group in groups for sample in group.drawn_samples]
         warn_if_all_failed(samples, groups)
@@ -244,12 +268,12 @@ class SampledSource(Source):
         """End the workers, and the gateway of agents."""
         if self.filler is not None:
             self.pool.close()
-            if self.loop.agents is not None:
-                self.loop.agents.close()
+            if self._gateway is not None:
+                self._gateway.close()
 
     def _start_gateway(self) -> Gateway | None:
-        """Start the endpoint for agents, if they run."""
-        if not self.cfg.rollout.runs_agent:
+        """Start the endpoint for agents and for requests to a judge, if there are any."""
+        if not (self.cfg.rollout.runs_agent or self.cfg.rewards.judge.is_on):
             return None
         gateway = Gateway(self.cfg)
         gateway.start()

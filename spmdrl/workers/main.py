@@ -65,6 +65,7 @@ def main(life_fd: int, memory_bytes: int) -> None:
     become_worker(life_fd, memory_bytes=memory_bytes)
     source, write = _take_pipes()
     setup = read_message(source)
+    os.environ.update(setup.environ)
     try:
         server = Server(setup) if setup.agent is None else AgentServer(setup.agent)
     except BaseException as error:  # also sys.exit in a user's module

@@ -86,6 +86,8 @@ class Setup:
     """Deadline of a job."""
     memory_gib: float = 0.0
     """Limit for a worker and the processes that it starts, GiB; 0 for none."""
+    environ: dict[str, str] = field(default_factory=dict)
+    """Environment variables to set."""
     agent: AgentSetup | None = None
     """If set, the worker runs this agent and does nothing else."""
 

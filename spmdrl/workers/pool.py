@@ -10,6 +10,7 @@ import math
 import pickle
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from spmdrl.agents.containers import Sweeper, make_labels
@@ -53,10 +54,17 @@ class RewardPool(JobQueue):
         cfg: its rewards.*, environments, and data.* (for sources and graders of generated tasks)
             are used.
         steps_per_epoch: part of the TrainerState that functions may take.
+        environ: environment variables of the workers.
     Raises (on construction): Refusal if nothing scores the samples of a source.
     """
 
-    def __init__(self, cfg: Config, *, steps_per_epoch: float = math.inf):
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        steps_per_epoch: float = math.inf,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ):
         rewards = cfg.rewards
         functions = cfg.reward_functions
         models = reward_models(functions)  # trainers compute these
@@ -75,6 +83,7 @@ class RewardPool(JobQueue):
             retries=rewards.retries,
             timeout_s=rewards.timeout_s,
             memory_gib=rewards.worker_memory_gib,
+            environ=dict(environ),
         )
         is_needed = bool(own or environments or any(source.is_own_grader for source in sources))
         super().__init__(

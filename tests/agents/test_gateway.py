@@ -19,10 +19,14 @@ import httpx
 import openai
 import pytest
 
+from spmdrl.agents.chats import make_judge_chat
 from spmdrl.agents.frames import FramedSocket
 from spmdrl.agents.gateway import Gateway
-from spmdrl.agents.messages import NO_PARENT
+from spmdrl.agents.messages import JUDGE, NO_PARENT, judge_variables
 from spmdrl.errors import Refusal
+from spmdrl.rewards.columns import function_problems
+from spmdrl.rewards.judge import judge
+from spmdrl.rewards.samples import JUDGE_KEY, JUDGE_URL
 from tests.helpers.built import changed
 from tests.helpers.chat_templates import chat_tokenizer
 from tests.helpers.gateway_runs import QUESTION, agent_config, gateway_in_thread, standing_in
@@ -482,3 +486,92 @@ def test_requests_before_an_episode_began_again_are_dropped(tmp_path):
             assert [(own.episode, own.id) for own in gateway.poll()] == [("e", 3)]
             link.put(["ask", ask | {"episode": "f", "id": 0}])
             assert not gateway.poll()
+
+
+# --------------------------------------------------------------------------- the judge
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """A gateway of a run whose engine judges."""
+    judge = dict(engine="policy", max_prompt_tokens=256, max_response_tokens=32)
+    fields = dict(rewards=dict(judge=judge), rollout=dict(agent_max_requests=3))
+    cfg = agent_config(tmp_path_factory.mktemp("judge") / "m", **fields)
+    with gateway_in_thread(cfg) as gateway:
+        with standing_in(gateway, chat_tokenizer("qwen"), lambda ask: [f"Score: 7{END}"]) as leader:
+            yield leader
+
+
+def test_requests_to_a_judge_choose_how_they_are_sampled_and_continue_nothing(asked):
+    client = asked.client(JUDGE)
+    answer = client.chat.completions.create(model="m", messages=QUESTION)
+    assert answer.choices[0].message.content == "Score: 7"
+    first = asked.asks[-1]
+    assert (first.temperature, first.seed, first.max_tokens) == (0.0, 0, 32)
+    own = dict(temperature=0.5, seed=9, max_tokens=7, stop=["x"])
+    said = [*QUESTION, {"role": "assistant", "content": "Score: 7"}, *QUESTION]
+    for _ in range(4):  # more than agents may ask
+        client.chat.completions.create(model="m", messages=said, **own)
+    last = asked.asks[-1]
+    assert (last.temperature, last.seed, last.max_tokens, last.stop) == (0.5, 9, 7, ("x",))
+    assert last.parent == NO_PARENT and len(last.tokens) > 2 * len(first.tokens)
+    assert not asked.gateway.poll()
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (dict(top_p=0.5), "top_p: is not honoured here"),
+        (dict(temperature=-1), "temperature: must be from 0 to 100"),
+        (dict(temperature="hot"), "temperature: must be from 0 to 100"),
+        (dict(seed=-1), "seed: must be a whole number from 0"),
+        (dict(tools=[{"type": "function", "function": {"name": "f"}}]), "tools: a judge has none"),
+        (dict(response_format={"type": "json_object"}), "response_format: "),
+    ],
+)
+def test_what_a_judge_does_not_honour_is_refused(body, words, asked):
+    own = {"Authorization": f"Bearer {asked.open(JUDGE)}"}
+    answer = post(asked, own, {"model": "m", "messages": QUESTION} | body)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_a_reward_function_asks_the_engine_of_its_run(asked, monkeypatch):
+    for name, value in judge_variables(asked.gateway.address, asked.open(JUDGE)).items():
+        monkeypatch.setenv(name, value)
+    own = judge(url="engine", template="{prompt}: {response}?")
+    own.prepare()
+    assert own(["2+2="], ["4"], log_extra=None, answer=["4"]) == [0.7]
+    assert "2+2=: 4?" in asked.tokenizer.decode(asked.asks[-1].tokens)
+    assert asked.asks[-1].temperature == 0
+
+
+def test_a_run_without_a_judge_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.delenv(JUDGE_URL, raising=False)
+    own = judge(url="engine")
+    for call in (own.prepare, lambda: own(["a"], ["b"])):
+        with pytest.raises(Refusal, match="rewards.judge.engine: none, and a reward function asks"):
+            call()
+    (tmp_path / "r.py").write_text(
+        "from spmdrl.rewards.judge import judge\nown = judge(url='engine')\n"
+    )
+    (found,) = function_problems([f"{tmp_path}/r.py:own"], [])
+    assert "rewards.judge.engine: none" in found
+    monkeypatch.setenv(JUDGE_URL, "")  # what the check sets is undone
+    monkeypatch.setenv(JUDGE_KEY, "")
+    assert not function_problems([f"{tmp_path}/r.py:own"], [], has_judge=True)
+    for options in (dict(model="m"), dict(cache="memory"), dict(api_key_env="K")):
+        with pytest.raises(Refusal, match=f"{next(iter(options))}: has no effect on the run's own"):
+            judge(url="engine", **options)
+    with pytest.raises(Refusal, match="model: is empty"):
+        judge(url="http://a/v1")
+
+
+def test_a_judge_needs_a_chat_template(tmp_path):
+    from transformers import AutoTokenizer
+
+    cfg = agent_config(tmp_path / "m", rewards=dict(judge=dict(engine="policy")))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    make_judge_chat(cfg, tokenizer, stops=[tokenizer.eos_token_id])
+    tokenizer.chat_template = None
+    with pytest.raises(Refusal, match="rewards.judge.engine: policy, and .* no chat template"):
+        make_judge_chat(cfg, tokenizer, stops=[])

@@ -89,6 +89,7 @@ def test_every_entry_of_the_glossary_is_filled_and_prefixed():
         "source",
         "environment",
         "agent",
+        "judge",
         "data",
         "eval",
         "sync",

@@ -32,6 +32,7 @@ _OF_KEPT_IDS = ("sampling.column", "sampling.min_p", "sampling.top_k", "sampling
 _OF_SAMPLES = (
     "data.generation_prefix",
     "model.moe.replay",
+    "rewards.judge.",
     "rollout.agent",
     "rollout.environment",
     "rollout.record.",

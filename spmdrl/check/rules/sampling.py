@@ -8,6 +8,7 @@ from operator import attrgetter
 from spmdrl.check.rules.rule import Rule, RuleKind, of_agents
 from spmdrl.check.rules.weights import unused
 from spmdrl.config.fields import Config, replay_folder
+from spmdrl.data.tasks import is_generated
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.decision_log import is_timed
 
@@ -430,6 +431,70 @@ _SCHEDULE = [
         "not built",
     ),
 ]
+
+
+def _judged(
+    field: str, when: Callable[[Config], object], reason: str, remedy: str, kind: RuleKind
+) -> Rule:
+    """Return the rule against rewards.judge with another setting."""
+    return Rule(
+        ("rewards.judge.engine", field),
+        lambda cfg: cfg.objective.samples and cfg.rewards.judge.is_on and when(cfg),
+        reason,
+        remedy,
+        kind,
+    )
+
+
+_JUDGE = [
+    _judged(
+        "model.lora.push",
+        lambda cfg: cfg.rewards.judge.engine == "base" and not cfg.model.lora.pushes_adapter,
+        "only engines that get adapters apart from the weights have frozen weights",
+        "train adapters (model.lora.rank) with model.lora.push adapter, take policy, or ask a "
+        "server",
+        "principle",
+    ),
+    _judged(
+        "rewards.functions",
+        lambda cfg: all(
+            is_generated(spec) or reward_models([spec]) for spec in cfg.reward_functions
+        ),
+        "no function can ask it",
+        "name a function that does, as docs/rewards.md shows, or set it to none",
+        "principle",
+    ),
+    *(
+        _judged(
+            f"rollout.schedule.{name}",
+            attrgetter(f"rollout.schedule.{field}"),
+            "checkpoints do not hold verdicts that are under way",
+            "leave one of them out, or ask a server",
+            "not built",
+        )
+        for name, field in (("in_flight", "in_flight"), ("over_sample", "leaves_unfinished"))
+    ),
+    _judged(
+        "engine.options.speculative_config",
+        attrgetter("engine.draft_tokens"),
+        "no test shows that verdicts keep their tokens",
+        "leave one of them out",
+        "untried",
+    ),
+    _judged(
+        "rollout.record.replay",
+        replay_folder,
+        "recorded rollouts have their rewards",
+        "set it to none",
+        "principle",
+    ),
+    *unused(
+        ["rewards.judge.max_prompt_tokens", "rewards.judge.max_response_tokens"],
+        "rewards.judge.engine",
+        lambda cfg: cfg.objective.samples and not cfg.rewards.judge.is_on,
+        "set the engine to base or policy, or leave it out",
+    ),
+]
 _RECORD = [
     Rule(
         ("rollout.record.every", "rollout.record.replay"),
@@ -444,7 +509,7 @@ _RECORD = [
             and not (cfg.rollout.record.every and cfg.rollout.record.replay)
             and not is_timed(cfg)
         ),
-        "time decides nothing in this run: its engines neither work ahead nor have an "
+        "time decides nothing in this run: its engines neither work ahead nor judge nor have an "
         "environment or an agent, and it repeats by itself",
         "leave it out",
     ),
@@ -500,6 +565,7 @@ SAMPLING: list[Rule] = [
     *_DRAFTS,
     *_SAMPLING,
     *_SCHEDULE,
+    *_JUDGE,
     *_RECORD,
     *_EVALUATION,
 ]

@@ -54,7 +54,7 @@ class TransformersEngine:
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
         self.lend_memory: Callable[[], None] = lambda: None
-        self._longest = cfg.longest_sequence
+        self._longest = cfg.longest_in_engine
         self._records_masks = cfg.sampling.truncates
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []  # the i-th has slot i
@@ -84,7 +84,7 @@ class TransformersEngine:
             raise Refusal(
                 f"request {request.key}: a prompt of {len(request.prompt)} tokens; "
                 f"from 1 to {self._longest - 1} can go on (data.max_prompt_tokens + "
-                "sampling.max_response_tokens - 1)"
+                "sampling.max_response_tokens - 1, or the same of rewards.judge)"
             )
         seed = request.seed
         if seed is None:

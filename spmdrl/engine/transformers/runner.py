@@ -188,7 +188,8 @@ class ModelRunner:
             raise Refusal(
                 f"engine.{field}: {getattr(engine, field)} leaves {max(0, room):,} bytes for keys "
                 f"and values, and a sequence of {self._longest} tokens (data.max_prompt_tokens + "
-                f"sampling.max_response_tokens) takes {per_sequence:,}; raise it"
+                f"sampling.max_response_tokens, or those of rewards.judge) takes {per_sequence:,}; "
+                "raise it"
             )
         return min(engine.max_num_seqs, room // per_sequence)
 

@@ -83,7 +83,7 @@ def _draft_arguments(cfg: Config) -> dict[str, Any]:
 
 def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments that engine.options may not hold."""
-    longest = cfg.longest_sequence
+    longest = cfg.longest_in_engine
     # With a smaller budget a sequence would have fewer draft tokens because of the others.
     drawing = cfg.engine.max_num_seqs * (1 + cfg.engine.draft_tokens)
     tokens_per_step = max(cfg.engine.max_batched_tokens, drawing)

@@ -76,6 +76,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("penalties", "presence or frequency penalty", {"sampling.presence_penalty": 0.5}),
     Feature("reward_model", "a model scores", {"rewards.functions": ("model:scorer",)}),
     Feature("judge", "an LLM judge scores", {"rewards.functions": ("judge.py:best",)}),
+    Feature(
+        "engine_judge",
+        "the run's engine judges",
+        {"rewards.functions": ("judge.py:own",), "rewards.judge.engine": "policy"},
+    ),
     Feature("critic", "GAE with a value model", {"algorithm.advantage": "gae"}),
     Feature("kl_reference", "a KL to a reference", {"algorithm.kl_coef": 0.1}),
     Feature("epochs", "several epochs over a batch", {"batch.epochs": 2}),

@@ -168,11 +168,11 @@ def _cache(room: int, run: Run, *, per_token: int) -> tuple[int, int, int]:
     The transformers engine reserves the longest length for each sequence.
     """
     if not run.engine.traits.pages_cache:
-        slots = min(run.engine.max_num_seqs, room // (per_token * run.cfg.longest_sequence))
-        return slots * run.cfg.longest_sequence * per_token, slots, slots
+        slots = min(run.engine.max_num_seqs, room // (per_token * run.cfg.longest_in_engine))
+        return slots * run.cfg.longest_in_engine * per_token, slots, slots
     block = 16 if run.on_gpu else 128  # tokens of a block of vLLM's cache
     blocks = room // (block * per_token)
     mean = max(1, math.ceil((run.prompt_tokens + run.response_tokens) / block))
-    longest = min(run.engine.max_num_seqs, blocks // -(-run.cfg.longest_sequence // block))
+    longest = min(run.engine.max_num_seqs, blocks // -(-run.cfg.longest_in_engine // block))
     width = min(run.engine.max_num_seqs, blocks // mean) if longest else 0
     return blocks * block * per_token, longest, width

@@ -149,7 +149,7 @@ def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str
     if not plan.engine.sequences:
         setting = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
         yield (
-            f"an engine rank has no room for one sequence of {run.cfg.longest_sequence} tokens "
+            f"an engine rank has no room for one sequence of {run.cfg.longest_in_engine} tokens "
             f"beside {_gib(plan.engine.causes['engine weights'])} of weights; raise "
             f"layout.inference_tp{'' if is_short else f' or {setting}'}"
         )
