@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from spmdrl.rollout.recordings import find_recorded, read_table
 from tests.helpers.built import small_model
-from tests.helpers.runs import TINY, command, kill_all, metrics, run, start, wait_for
+from tests.helpers.runs import TINY, Run, command, finish, kill_all, metrics, run, start, wait_for
 from tests.program.test_train import assert_same_end, final_weights
 from tests.rollout.timed_runs import back_to, decisions_of, rollouts_of
 
@@ -264,28 +265,58 @@ def test_routes_and_sampling_masks_of_an_agents_traces_are_those_of_the_engine(l
             assert logged["policy/mismatch_logprob_diff"] < 5e-6
 
 
+def start_held(runs: AgentRuns, name: str, **flags: Any) -> Run:
+    """Start a run; return it when two agents of its second step wait after their first answer, and
+    the other six have gone on."""
+    (runs.folder / "begun").unlink()
+    (runs.folder / "gate").write_text("14")
+    under_way = start("demo_grpo.yaml", 2, **runs.flags(name, **flags))
+    schedule = runs.folder / name / "schedule"
+
+    def is_held() -> bool:
+        lines = [line for file in schedule.glob("*") for line in file.read_text().splitlines()]
+        return sum('"ask": ' in line and '"train-1-' in line for line in lines) >= 8 + 6 * 2
+
+    wait_for(under_way, is_held, "the agents are not held", timeout_s=200)
+    return under_way
+
+
+def check_begun_again(again: Path, whole: Path) -> None:
+    """Check that agents of a run began again, and that it gave what another one gave."""
+    begun = [row["agents"] for row in decisions_of(again) if "agents" in row]
+    keys = [key for _, keys in begun for key in keys]
+    assert len(keys) > len(set(keys)) == 24, "no agent began again"
+    assert groups_of(again) == groups_of(whole)
+    assert_same_end(whole, again)
+
+
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.kill)])
 @pytest.mark.proves("agents", "split", "record", "transformers")
 @pytest.mark.proves("agents", "split", "record")
 def test_a_run_that_is_killed_in_the_middle_of_episodes_ends_as_one_that_was_not(kind, runs):
     exact = EXACT | {"engine.kind": kind}
     whole = runs.run("whole", late_s=0.0, **exact)
-    # Of the second step's eight episodes, six go on after their first request.
-    (runs.folder / "begun").unlink()
-    (runs.folder / "gate").write_text("14")
-    killed = start("demo_grpo.yaml", 2, **runs.flags("killed", **exact))
-    schedule = runs.folder / "killed" / "schedule"
-
-    def is_held() -> bool:
-        lines = [line for file in schedule.glob("*") for line in file.read_text().splitlines()]
-        return sum('"ask": ' in line and '"train-1-' in line for line in lines) >= 8 + 6 * 2
-
-    wait_for(killed, is_held, "the agents are not held", timeout_s=200)
-    kill_all(killed)
+    kill_all(start_held(runs, "killed", **exact))
     (runs.folder / "gate").unlink()
-    again = runs.run("killed", late_s=0.0, **exact)
-    begun = [row["agents"] for row in decisions_of(again) if "agents" in row]
-    keys = [key for _, keys in begun for key in keys]
-    assert len(keys) > len(set(keys)) == 24, "no agent began again"
-    assert groups_of(again) == groups_of(whole)
-    assert_same_end(whole, again)
+    check_begun_again(runs.run("killed", late_s=0.0, **exact), whole)
+
+
+@pytest.mark.kill
+@pytest.mark.proves("agents", "split", "record", "transformers")
+def test_a_run_whose_worker_of_agents_is_killed_ends_as_one_that_kept_it(runs):
+    whole = runs.run("whole", late_s=0.0, **EXACT)
+    under_way = start_held(runs, "lost", **EXACT)
+    ranks = [psutil.Process(pid) for pid in under_way.pids]
+    reapers = [own for rank in ranks for own in rank.children() if "workers.main" in _words_of(own)]
+    workers = [own for reaper in reapers for own in reaper.children()]
+    (worker,) = [own for own in workers if own.children()]  # the grader starts no process
+    worker.kill()
+    (runs.folder / "gate").unlink()
+    finished = finish(under_way, timeout_s=300)
+    assert finished.status == 0, finished.output[-4000:]
+    assert "ended with signal 9 at work; 2 agents begin again" in finished.output
+    check_begun_again(runs.folder / "lost", whole)
+
+
+def _words_of(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
