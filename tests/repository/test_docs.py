@@ -44,6 +44,7 @@ OF_OTHER_PROGRAMS = {
     "trl": {"--beta", "--learning-rate"},
     "verl": {"--config-name"},
     "benchmarks.gpu": {"--list", "--rehearse"},
+    "benchmarks.recipes": {"--only"},
 }
 
 

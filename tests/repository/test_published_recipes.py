@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import recipes as twins
+from benchmarks.start import as_flags
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.config import Config
@@ -112,3 +114,28 @@ def test_recipes_stay_short_because_they_have_bases():
     alone = {name for name, text in texts.items() if "\nbase: " not in text}
     assert alone == {"sft_llama3_8b", "ppo_reward_model_llama3_8b"}
     assert all(len(text.splitlines()) < 95 for text in texts.values())
+
+
+def test_every_recipe_and_its_paper_is_in_the_page():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert set(re.findall(r"`(\w[\w.]*_(?:qwen|llama)[\w.]*)`", page)) == set(RECIPES)
+    for line in page.splitlines():
+        names = [name for name in RECIPES if f"`{name}`" in line]
+        heads = "".join(map(head_of, names))
+        assert [n for n in re.findall(r"\d{4}\.\d{5}", line) if names and n not in heads] == []
+
+
+@pytest.mark.parametrize("name", twins.RUNS)
+def test_a_twin_runs_as_far_as_its_config_tells(name):
+    run = twins.RUNS[name]
+    flags = as_flags(run.flags)
+    cfg = read(["--config", f"configs/{run.config}", *flags], prog="test")
+    assert validate(cfg) == [] and cfg.layout.world_size == run.ranks
+
+
+def test_twins_compare_runs_that_are_there_by_metrics_that_are():
+    for name, twin in twins.TWINS.items():
+        assert any(recipe.startswith(f"{name}_") for recipe in RECIPES)
+        assert {twin.run, twin.against or twin.run} <= twins.RUNS.keys()
+        for metric in twin.metrics:
+            assert lookup(metric)
