@@ -111,12 +111,13 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
         added=None if added is None else added[order],
         shared=table.shared,
     ).for_order(order)
-    received, starts = _move(rollouts, table, plan=plan, world=world, step=step)
+    received, starts, nbytes = _move(rollouts, table, plan=plan, world=world, step=step)
+    sums = table.sums | ({"perf/exchange_bytes": (float(nbytes), 1.0)} if nbytes else {})
     return Batch(
         scalars=table.scalars,
         updates=_cut(received, starts, table, plan=plan, world=world),
         update_ids=plan.update_ids,
-        sums=table.sums,
+        sums=sums,
         samples=table.samples,
     )
 
@@ -279,13 +280,14 @@ def _check(table: _GatheredBatch, *, step: int) -> None:
 
 def _move(
     rollouts: Rollouts, table: _GatheredBatch, *, plan: Partition, world: World, step: int
-) -> tuple[Tokens, Tensor]:
+) -> tuple[Tokens, Tensor, int]:
     """Send each sequence to all ranks of its dp index.
 
     This takes one all-to-all for the tokens, and one for each extra column that needs it.
 
-    Returns: the tokens that this rank received, and the index of each sequence's first token in
-        them: [S] int64, -1 for sequences of other ranks.
+    Returns: the tokens that this rank received; the index of each sequence's first token in them,
+        [S] int64, -1 for sequences of other ranks; and the bytes of tokens that all ranks together
+        send to others.
     """
     lengths = table.scalars.lengths
     dp_ids = plan.dp_ids
@@ -309,17 +311,21 @@ def _move(
         group=world.control,
     )
     with world.watch.wait("exchange tokens", step):
-        received = _send(rollouts, table.columns, order=order, all_to_all=all_to_all)
+        received, row_bytes = _send(rollouts, table.columns, order=order, all_to_all=all_to_all)
     rows = torch.cat(from_rank)
     starts = torch.full_like(lengths, -1)
     starts[rows] = lengths[rows].cumsum(0) - lengths[rows]
-    return received, starts
+    holders = torch.tensor(dp_of_rank)
+    copies = (
+        torch.bincount(holders[holders >= 0])[dp_ids] - (holders[table.sources] == dp_ids).int()
+    )
+    return received, starts, int((lengths * copies).sum()) * row_bytes
 
 
 def _send(
     tokens: Tokens, columns: Mapping[str, TokenColumn], *, order: Tensor, all_to_all: AllToAll
-) -> Tokens:
-    """Send the tokens at `order` [n] int64, and return the received ones."""
+) -> tuple[Tokens, int]:
+    """Send the tokens at `order` [n] int64; return the received ones, and the bytes of one."""
     # The version (-1 or more) and the mask share a number: the mask is its lowest bit.
     marks = (tokens.policy_versions + 1) * 2 + tokens.response_mask
     logprob_bits = tokens.rollout_logprobs.float().view(torch.int32)
@@ -327,20 +333,22 @@ def _send(
     of_columns = {key: column.numbers() for key, column in columns.items()}
     for own in of_columns.values():
         numbers += own
-    received = all_to_all.send(torch.stack(numbers, dim=1)[order])
+    rows = torch.stack(numbers, dim=1)
+    received = all_to_all.send(rows[order])
     ids, marks, logprob_bits, *others = received.t().contiguous()
     remaining = iter(others)
     extra = {}
     for key, column in columns.items():
         own = list(islice(remaining, len(of_columns[key])))
         extra[key] = column[order].exchange(own, all_to_all)
-    return Tokens(
+    tokens = Tokens(
         tokens=ids.long(),
         response_mask=marks % 2 == 1,
         rollout_logprobs=logprob_bits.view(torch.float32),
         policy_versions=(marks // 2 - 1).long(),
         extra_columns=extra,
     )
+    return tokens, rows.shape[1] * rows.element_size()
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:

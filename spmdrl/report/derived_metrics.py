@@ -6,7 +6,8 @@ import resource
 
 import torch
 
-from spmdrl.config import Config, trainer_ranks
+from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.model.decode_reads import decode_rate
 from spmdrl.model.flops import utilisation
 from spmdrl.report.glossary import clean_name
 from spmdrl.rollout.idle import trainer_wait
@@ -25,13 +26,21 @@ BESIDE_PHASES = (
 )
 """Phases between two steps, left out of `perf/other_frac` and `perf/tokens_per_s`."""
 
+TRAINER_WAITS = ("await rollouts", "exchange scalars", "exchange tokens", "await peers", "push")
+"""Phases in which trainers do not train, where others generate."""
+NO_DRAWS = ("reward", "environment", "replicas")
+"""Causes of idle time inside time/generate in which an engine takes no steps."""
 
-def derived_sums(sums: Sums, cfg: Config, *, peak_flops: float | None) -> Sums:
+
+def derived_sums(
+    sums: Sums, cfg: Config, *, peak_flops: float | None, peak_bytes_per_s: float | None = None
+) -> Sums:
     """Return the computed metrics, as sums that add up over steps.
 
     Args:
         sums: of one step, with its `time/...` and `perf/step_s`.
         peak_flops: of one trainer's device, 1/s; None if unknown.
+        peak_bytes_per_s: of the memory of one engine's device; None if unknown.
     """
 
     def of(name: str) -> float:
@@ -51,10 +60,26 @@ def derived_sums(sums: Sums, cfg: Config, *, peak_flops: float | None) -> Sums:
     }
     if "time/engine_idle" in sums and layout.roles.overlaps:
         own |= trainer_wait(of("time/await_rollouts"), generate, sums)
+        waiting = sum(of(clean_name(f"time/{name}")) for name in TRAINER_WAITS)
+        own["perf/trainer_bubble_frac"] = (waiting, max(waiting, inside))
+        idle = of("time/engine_idle")
+        own["perf/engine_bubble_frac"] = (idle, max(idle, inside))
     if tokens:
         own["perf/tokens_per_s"] = (tokens, max(0.0, inside))
     own |= utilisation(
         of("perf/trainer_flops"), update, ranks=len(trainer_ranks(cfg)), peak_flops=peak_flops
+    )
+    if "perf/exchange_bytes" in sums:
+        own["perf/exchange_gb_per_s"] = (
+            of("perf/exchange_bytes") / 1e9,
+            of("time/exchange_tokens"),
+        )
+    no_draws = sum(of(f"time/engine_idle_{cause}") for cause in NO_DRAWS)
+    own |= decode_rate(
+        of("perf/decode_bytes"),
+        generate - no_draws,
+        ranks=len(inference_ranks(cfg)),
+        peak_bytes_per_s=peak_bytes_per_s,
     )
     if torch.cuda.is_initialized():
         own["mem/cuda_gib"] = (torch.cuda.max_memory_allocated() / 2**30, 1)

@@ -14,6 +14,7 @@ from spmdrl.config import Config, flatten
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.journal import Journal
+from spmdrl.model.decode_reads import device_bandwidth
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.advice import Advisor
 from spmdrl.report.bottleneck import explain_run
@@ -58,6 +59,7 @@ class Report:
         self._world = world
         self._watch = world.watch
         self._peak_flops = device_peak_flops(world.device, dtype=cfg.model.compute_dtype)
+        self._bandwidth = device_bandwidth(world.device)
         self.folder = Path(cfg.output_dir)
         self.attempt_folder = agree_attempt_folder(world)
         self.console = Console()
@@ -255,7 +257,9 @@ class Report:
         times: Sums = {clean_name(f"time/{name}"): (s, 1) for name, s in seconds.items()}
         sums = times | {clean_name(name): as_pair(name, pair) for name, pair in sums.items()}
         sums = {"perf/step_s": (step_s, 1)} | sums
-        follows = derived_sums(sums, self.cfg, peak_flops=self._peak_flops)
+        follows = derived_sums(
+            sums, self.cfg, peak_flops=self._peak_flops, peak_bytes_per_s=self._bandwidth
+        )
         sums |= {name: pair for name, pair in follows.items() if name not in sums}
         values = values_of(sums)
         self._write(step, values)

@@ -57,6 +57,7 @@ class Idle:
         self.width = max(1, width)
         self._spans = spans
         self._seconds: dict[str, float] = {}
+        self._num_steps = 0
         self._paused_at: dict[str, float] | None = None  # None before the first `pause`
 
     def add(self, cause: str, seconds: float) -> None:
@@ -69,13 +70,15 @@ class Idle:
         self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
 
     def count_step(self, seconds: float, *, drawing: int, playing: int, judging: int = 0) -> None:
-        """Count the places that an engine step left empty.
+        """Count an engine step, and the places that it left empty.
 
         Args:
             judging: sequences in the engine that are a judge's.
         """
         shares = empty_shares(self.width, drawing=drawing, playing=playing)
-        if judging and judging == drawing:
+        is_judges = judging > 0 and judging == drawing
+        self._num_steps += not is_judges
+        if is_judges:
             shares["reward"] = shares.pop("tail")
         for cause, share in shares.items():
             self._count(cause, share * seconds)
@@ -106,7 +109,10 @@ class Idle:
         """Return the metrics since the last call, as means over replicas, and reset them."""
         seconds = self._seconds
         self._seconds = {}
-        sums: Sums = {f"time/engine_idle_{cause}": (seconds.get(cause, 0.0), 1) for cause in CAUSES}
+        num_steps = self._num_steps
+        self._num_steps = 0
+        sums: Sums = {"perf/engine_steps": (num_steps, 1)}
+        sums |= {f"time/engine_idle_{cause}": (seconds.get(cause, 0.0), 1) for cause in CAUSES}
         return {"time/engine_idle": (sum(seconds.values()), 1)} | sums
 
 

@@ -110,6 +110,9 @@ ORDER = [("group", "ascending"), ("sample", "ascending"), ("trace", "ascending")
 SEQUENCE_COLUMNS = tuple(name for name in SCHEMA.names if name not in TOKEN_COLUMNS)
 """All columns but those with a value per token."""
 
+_MEASURED = ("time/", "perf/")
+"""Prefixes of sums that are not recorded, so that equal runs write equal bytes."""
+
 
 class Recorder:
     """Writes a replica's share of every N-th step. Only the replica's leader has one.
@@ -151,8 +154,7 @@ class Recorder:
             "part_names": part_names(self.cfg.reward_functions),
             "is_partial": bool(reward_models(self.cfg.rewards.functions)),
             "config": header_fields(self.cfg),
-            # Without times, so that equal runs write equal bytes.
-            "sums": {n: pair for n, pair in share.sums.items() if not n.startswith("time/")},
+            "sums": {n: pair for n, pair in share.sums.items() if not n.startswith(_MEASURED)},
             "samples": share.samples,
         }
         partial = self.folder / f".{name}.partial"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.config.data import Split
+from spmdrl.model.decode_reads import decode_reads
 from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import longest_sequence, model_folder
@@ -252,6 +253,13 @@ class Trainer:
                 sums |= self.policy.update(ordered(epochs=epochs), loss_of, step=step)
                 self._numerics.check_step(sums, step=step)
                 sums |= self._work(updates, batch)
+                sums |= decode_reads(
+                    self._shape,
+                    lengths=batch.scalars.lengths,
+                    sampled=batch.scalars.response_lengths,
+                    steps=batch.sums.get("perf/engine_steps", (0.0, 0.0))[0],
+                    cfg=self.cfg,
+                )
                 sums |= self.coefficients.move(sums, num_samples=len(batch.scalars.episodes()))
             for companion in companions:
                 companion.follow(self.policy.model, step=step)

@@ -89,6 +89,13 @@ def test_a_run_records_its_phases_and_traces_the_steps_that_it_is_asked_for(tmp_
         }
         seconds = sum(span.seconds for span in trainer.spans if span.name == "update")
         assert abs(seconds - rows[trainer.step]["time/update"]) < 1e-6
+        row = rows[trainer.step]
+        # Rank 1 sends all tokens to rank 0: id, version and mask, logprob, of four bytes each.
+        assert row["perf/exchange_bytes"] == 12 * row["perf/batch_tokens"]
+        assert row["perf/exchange_gb_per_s"] > 0 and row["perf/decode_gb_per_s"] > 0
+        assert row["perf/engine_steps"] >= 1
+        assert 0 < row["perf/trainer_bubble_frac"] <= 1 and 0 < row["perf/engine_bubble_frac"] <= 1
+        assert "perf/decode_bandwidth_frac" not in row  # not known of a CPU
         assert waits_of(ranks)
         total = sum(part.seconds for part in critical_path(ranks))
         assert abs(total - rows[trainer.step]["perf/step_s"]) < 0.25 * total + 0.05

@@ -286,6 +286,7 @@ def test_the_places_of_an_engine_are_empty_for_one_reason_each():
     )
     sums = idle.take()
     assert {name: value for name, (value, _) in sums.items()} == {
+        "perf/engine_steps": 1,
         "time/engine_idle": 8.25,
         "time/engine_idle_tail": 1.0,
         "time/engine_idle_reward": 3.0,
@@ -295,7 +296,8 @@ def test_the_places_of_an_engine_are_empty_for_one_reason_each():
         "time/engine_idle_update": 2.0,
         "time/engine_idle_push": 0.5,
     }
-    assert idle.take()["time/engine_idle"] == (0, 1)
+    again = idle.take()
+    assert again["time/engine_idle"] == again["perf/engine_steps"] == (0, 1)
 
 
 def test_the_trainers_wait_is_split_as_the_engines_time_was():
