@@ -43,6 +43,7 @@ OF_OTHER_PROGRAMS = {
     "apptainer": {"--bind", "--cleanenv", "--nv", "--pwd"},
     "trl": {"--beta", "--learning-rate"},
     "verl": {"--config-name"},
+    "docker run": {"--ipc", "--rm"},
     "benchmarks.gpu": {"--list", "--rehearse"},
     "benchmarks.recipes": {"--only"},
 }
