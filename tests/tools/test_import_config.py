@@ -178,6 +178,8 @@ def test_unknown_settings_and_those_without_counterpart_are_listed(tmp_path):
         ("a.yaml", "policy: {model_name: a}\nppo: {seed: 1}\n", "no section grpo, only policy"),
         ("a.yaml", "defaults: there.yaml\ngrpo: {seed: 1}\nloss_fn: {}\n", "its base there.yaml"),
         ("a.sh", f"{PPO} --config-name=own data.shuffle=True\n", "begins with config own"),
+        ("a.sh", "trl grpo --config own.yaml --beta 0.1\n", "begins with config own"),
+        ("a.sh", "uv run run_grpo.py --config a/own.yaml grpo.seed=1 # nemo_rl\n", "config own"),
         ("a.py", "import trl\n", "no command that trains"),
         ("a.py", "from trl import (\n", "is no Python"),
     ],
@@ -202,6 +204,24 @@ def test_a_config_of_verl_is_merged_with_the_command_that_overrides_it(tmp_path)
     assert translated("verl", found).fields["optimizer.max_grad_norm"] == 0.5
     del found["config_name"]
     assert translated("verl", found).fields["optimizer.max_grad_norm"] == 3.0
+
+
+def test_values_that_name_other_settings_are_replaced_or_asked_for():
+    text = f"{PPO} data.max_prompt_length='${{data.max_response_length}}' data.seed='${{my.own}}'"
+    _, found = read_source(None, text, framework="auto")
+    assert found["data.max_prompt_length"] == 512  # verl's default of the other one
+    assert "${my.own}" in translated("verl", found).asked["seed"]
+
+
+def test_settings_after_a_config_of_nemo_rl_and_trl_override_it(tmp_path):
+    (tmp_path / "own.yaml").write_text("grpo: {seed: 1, num_prompts_per_step: 8}\n")
+    for text in ("grpo.seed=2", "uv run run_grpo.py --config own.yaml grpo.seed=2"):
+        _, found = read_source(tmp_path / "own.yaml", text, framework="nemo_rl")
+        assert found == {"grpo.seed": 2, "grpo.num_prompts_per_step": 8}
+    (tmp_path / "own.yaml").write_text("num_generations: 4\nbeta: 0.1\n")
+    text = "trl grpo --config own.yaml --num_processes 2 --beta 0.2"
+    _, found = read_source(tmp_path / "own.yaml", text, framework="trl")
+    assert found == {"num_generations": 4, "beta": 0.2, "num_processes": 2}
 
 
 def test_a_config_of_nemo_rl_inherits_and_interpolates(tmp_path):
@@ -677,6 +697,8 @@ def test_a_table_agrees_with_the_page_of_names(framework):
         ("A=(a=1 'b=2 3')\nrun \"${A[@]}\" z", ["run", "a=1", "b=2 3", "z"]),
         ("run a=1 \\\n  b=2  # why\n", ["run", "a=1", "b=2"]),
         ("run x=$(date +%s) y=$NONE", ["run", "x=$(date +%s)", "y=$NONE"]),
+        ('A=${A:-"${B:-"${HOME}/x"}/y"}\nrun $A ${C:-${D}}', ["run", "~/x/y", "${C:-${D}}"]),
+        ("A=$A/1\nrun $A", ["run", "$A/1"]),
         ("A=$((1 / 0))\nexport B=2\nC=1 run x=$B", ["run", "x=2"]),
     ],
 )

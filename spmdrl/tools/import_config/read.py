@@ -15,13 +15,20 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.run_files import CONFIG, read_bytes
 from spmdrl.tools.import_config.shell_text import commands
+from spmdrl.tools.import_config.table import SettingsTable, table_of
 from spmdrl.tools.import_config.translation import ShellValue
 
 FRAMEWORKS = ("verl", "trl", "nemo_rl")
 _LAUNCH = re.compile(r"(?:^|\s)--num[-_]processes[ =](\d+)")
 _DEEPEST = 8
-_VERLS_OWN = ("ppo_trainer", "ppo_megatron_trainer")
-"""verl's configs that the defaults in its table are those of."""
+_OWN = {"verl": ("ppo_trainer", "ppo_megatron_trainer"), "nemo_rl": ("grpo_math_1B",), "trl": ()}
+"""Configs of theirs that the defaults in the tables are those of."""
+_TRAINS = {
+    "verl": r"main_(?!generation|eval)\w+",
+    "nemo_rl": r"run_\w*grpo\w*",
+    "trl": r"grpo|gspo|--[a-z]",
+}
+"""Words of a command that trains."""
 
 
 def read_source(path: Path | None, arguments: str, *, framework: str) -> tuple[str, dict[str, Any]]:
@@ -43,14 +50,14 @@ def read_source(path: Path | None, arguments: str, *, framework: str) -> tuple[s
     if path is not None and path.suffix in (".yaml", ".yml"):
         tree = _with_defaults(path, text, framework=framework, depth=0)
         _refuse_others(tree, path, framework)
-        values = _interpolated(_leaves(tree))
+        values = _leaves(tree)
     elif path is not None and path.suffix == ".py":
         values = _of_python(path, text)
     elif text:
         values = _of_script(text, framework, what=str(path))
     if arguments:
         values |= _of_script(arguments, framework, what="--arguments", base=path)
-    return framework, values
+    return framework, _interpolated(values, table_of(framework))
 
 
 def _framework(text: str, path: Path | None) -> str:
@@ -80,17 +87,13 @@ def _of_script(text: str, framework: str, *, what: str, base: Path | None = None
         base: the YAML file that these settings override; None without one.
     """
     if framework != "trl" and re.fullmatch(r"(?:\s*\S+=\S+)+\s*", text):
-        text = f"python -m verl.trainer.main_ppo {text}"
+        text = f"python {'main_ppo' if framework == 'verl' else 'run_grpo.py'} {text}"
     flags = _hydra if framework != "trl" else _dashes
-    trains = {
-        "verl": r"main_(?!generation|eval)\w+",
-        "nemo_rl": r"run_\w*grpo\w*",
-        "trl": r"grpo|gspo|--[a-z]",
-    }[framework]
     found = [
         words
         for words in commands(text)
-        if any(re.search(trains, word) for word in words) and words[0] not in ("echo", "pip")
+        if any(re.search(_TRAINS[framework], word) for word in words)
+        and words[0] not in ("echo", "pip")
     ]
     values = flags(found[-1]) if found else {}
     if not values:
@@ -98,8 +101,8 @@ def _of_script(text: str, framework: str, *, what: str, base: Path | None = None
             f"{what}: no command that trains by reinforcement is found in it; give the command "
             "itself as --arguments"
         )
-    begin = str(values.get("config_name", _VERLS_OWN[0])).removesuffix(".yaml")
-    if begin not in _VERLS_OWN:
+    begin = Path(str(values.get("config_name", ""))).stem
+    if begin and begin not in _OWN[framework]:
         if base is None or base.stem != begin:
             raise Refusal(
                 f"{what}: the command begins with config {begin}, which is not in it; give both: "
@@ -113,14 +116,14 @@ def _of_script(text: str, framework: str, *, what: str, base: Path | None = None
 
 def _hydra(words: list[str]) -> dict[str, Any]:
     """Return hydra's overrides `key=value`, `+key=value` and `~key`, which removes it, among the
-    words of a command, and `--config-name`."""
+    words of a command, and its config, `--config-name` or `--config`."""
     values = {}
     for word, following in zip(words, [*words[1:], ""]):
         if match := re.fullmatch(r"\+{0,2}([A-Za-z_][\w.\-]*)=(.*)", word, re.S):
             values[match[1]] = _value(match[2])
         elif match := re.fullmatch(r"~([A-Za-z_][\w.\-]*)(=.*)?", word, re.S):
             values[match[1]] = None
-        elif match := re.fullmatch(r"--config-name(?:=(.*))?", word):
+        elif match := re.fullmatch(r"--config(?:-name)?(?:=(.*))?", word):
             values["config_name"] = match[1] or following
     return values
 
@@ -133,12 +136,12 @@ def _dashes(words: list[str]) -> dict[str, Any]:
         name, is_joined, own = words[at].removeprefix("--").partition("=")
         until = names[i + 1] if i + 1 < len(names) else len(words)
         parts = [own] if is_joined else [word.strip(",") for word in words[at + 1 : until]]
-        if any(part.endswith(".py") for part in parts):
-            parts = parts[:1]  # a flag of the launcher, then the script
-        parsed = [_value(part) for part in parts]
-        values[name.replace("-", "_")] = (
-            True if not parsed else parsed[0] if len(parsed) == 1 else parsed
-        )
+        script = next((j for j, part in enumerate(parts) if part.endswith(".py")), len(parts))
+        parsed = [_value(part) for part in parts[:script]]  # else a flag of the launcher
+        key = "config_name" if name == "config" else name.replace("-", "_")
+        values[key] = parsed or True
+        if len(parsed) == 1:
+            values[key] = parsed[0]
     return values
 
 
@@ -175,7 +178,7 @@ def _with_defaults(path: Path, text: str, *, framework: str, depth: int) -> dict
         # verl's parts, such as actor@actor_rollout_ref.actor, are in its table.
         if not isinstance(name, str) or name == "_self_":
             continue
-        if framework == "verl" and name in _VERLS_OWN:
+        if framework == "verl" and name in _OWN["verl"]:
             merged["config_name"] = name
             continue
         base = path.parent / (f"{name}.yaml" if framework == "verl" else name)
@@ -221,7 +224,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _interpolated(values: dict[str, Any]) -> dict[str, Any]:
+def _interpolated(values: dict[str, Any], table: SettingsTable) -> dict[str, Any]:
     """Return the settings with `${other.key}`, `${.beside}`, `${oc.select:key,default}` and
     `${mul:a,b}` replaced. One that cannot be is a `ShellValue`."""
     inner = re.compile(r"\$\{([^${}]*)\}")
@@ -231,9 +234,10 @@ def _interpolated(values: dict[str, Any]) -> dict[str, Any]:
             match = inner.search(text) if isinstance(text, str) else None
             if match is None:
                 return text
-            own = looked_up(match[1].strip(), at)
-            if own is None:
-                return None if match[0] == text else ShellValue(text)
+            try:
+                own = looked_up(match[1].strip(), at)
+            except KeyError:
+                return ShellValue(text)
             text = own if match[0] == text else text.replace(match[0], str(own))
         return ShellValue(str(text))
 
@@ -241,15 +245,20 @@ def _interpolated(values: dict[str, Any]) -> dict[str, Any]:
         call, _, rest = name.partition(":")
         parts = [part.strip() for part in rest.split(",")]
         if call in ("oc.select", "select"):
-            own = looked_up(parts[0], at)
-            return own if own is not None or len(parts) < 2 else plain_data(parts[1])
+            try:
+                return looked_up(parts[0], at)
+            except KeyError:
+                return plain_data(parts[1]) if len(parts) > 1 else None
         if call in ("mul", "div", "sum", "add") and all(re.fullmatch(r"\d+", p) for p in parts):
             of = {"mul": operator.mul, "div": operator.floordiv}.get(call, operator.add)
             return reduce(of, map(int, parts))
         if name.startswith("."):
             levels = len(name) - len(name.lstrip("."))
             name = ".".join([*at.split(".")[:-levels], name.lstrip(".")])
-        return values.get(name)
+        row = table.row_of(name)
+        if name not in values and row is not None and row.key == name:
+            return row.default
+        return values[name]
 
     return {key: replaced(value, key) for key, value in values.items()}
 

@@ -93,16 +93,22 @@ def _hidden(text: str) -> str:
 
 
 def _replaced(word: str, known: dict[str, list[str]]) -> str:
+    """Return a word with its known variables replaced, the innermost of `${A:-${B:-c}}` first."""
+
     def value(match: re.Match[str]) -> str:
         name = match["braced"] or match["plain"]
         if name in known:
-            return " ".join(known[name])
+            return " ".join(known[name]).replace("$", "\x01")  # not replaced a second time
         default = match["default"]
-        return match[0] if default is None else _replaced(default.strip("\"'"), known)
+        return match[0] if default is None else default.strip("\"'")
 
-    variable = r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<plain>\w+))"
-    word = re.sub(variable, value, word.replace("\x00", " "))
-    return re.sub(r"\$\(\((.*?)\)\)", lambda m: _computed(m, known), word)
+    variable = re.compile(r"\$(?:\{(?P<braced>\w+)(?::?-(?P<default>[^{}]*))?\}|(?P<plain>\w+))")
+    word = word.replace("\x00", " ")
+    before = ""
+    while before != word:
+        before = word
+        word = variable.sub(value, word)
+    return re.sub(r"\$\(\((.*?)\)\)", lambda m: _computed(m, known), word.replace("\x01", "$"))
 
 
 def _computed(match: re.Match[str], known: dict[str, list[str]]) -> str:
