@@ -15,8 +15,10 @@ from spmdrl.config.files import load_yaml
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.journal import Journal, Row
+from spmdrl.report.bottleneck import explain_run
 from spmdrl.report.forecast import forecast
-from spmdrl.report.page.step_time import causes_of, engine_causes_of, time_sentence
+from spmdrl.report.page.step_time import causes_of, engine_causes_of
+from spmdrl.report.timeline import FOLDER
 from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.value_forms import is_number
 
@@ -26,6 +28,7 @@ _BROKEN = (OSError, Refusal, KeyError, TypeError, ValueError, AttributeError, In
 _DIGITS = 7
 _MOST_PROBLEMS = 5000
 _MOST_NOTES = 50
+_NEWEST_BYTES = 2**20  # of each rank's timeline, for the sentence on it
 _NOT_METRICS = ("step", "unix_s")
 
 
@@ -146,8 +149,7 @@ def step_times(training: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         training: see `metric_tables`.
     Returns:
-        `steps`: {cause: seconds of each step} of rank 0; `engines`: the same of the engines;
-        `sentence`: what takes most of the last steps, and what to try.
+        `steps`: {cause: seconds of each step} of rank 0; `engines`: the same of the engines.
     """
     count = len(training["steps"])
     rows = [
@@ -156,7 +158,15 @@ def step_times(training: Mapping[str, Any]) -> dict[str, Any]:
     ]
     own = [causes_of(row) for row in rows]
     engines = [engine_causes_of(row) for row in rows]
-    return {"steps": _by_cause(own), "engines": _by_cause(engines), "sentence": time_sentence(rows)}
+    return {"steps": _by_cause(own), "engines": _by_cause(engines)}
+
+
+def time_sentence(folder: Path, cfg: Config | None, notes: Notes) -> str:
+    """Return what took most of the last steps and what to try; empty without a timeline."""
+    if cfg is None or not (folder / FOLDER).is_dir():
+        return ""
+    explain = partial(explain_run, folder, cfg, newest_bytes=_NEWEST_BYTES)
+    return notes.attempt("what takes a step's time is not known", explain) or ""
 
 
 def _by_cause(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -460,7 +460,7 @@ function runCard(i) {
   return h("section", {},
     h("h2", {}, dot(i), visible(run.name), h("span", { className: "pale small" }, ` ${visible(run.path)}`)),
     h("div", {}, facts.join("; ") || "No step was recorded yet."),
-    run.times.sentence ? h("div", { className: "say" }, run.times.sentence) : null,
+    run.sentence ? h("div", { className: "say" }, run.sentence) : null,
     run.forecast && run.forecast.curve.length ? h("div", { className: "say" }, run.forecast.text) : null,
     run.notes.map((note) => h("div", { className: "note" }, visible(note))));
 }
@@ -501,7 +501,7 @@ function drawStep(main) {
   const step = chosenStep(i);
   const at = steps.indexOf(step);
   main.append(h("div", { className: "row" }, runSelect(), stepControls(steps, step)));
-  if (run.times.sentence) main.append(h("div", { className: "say" }, run.times.sentence));
+  if (run.sentence) main.append(h("div", { className: "say" }, run.sentence));
   main.append(h("h2", {}, "Seconds of each step on rank 0, by cause"), stackedBars(steps, run.times.steps));
   const place = h("div", { id: "timeline" });
   main.append(h("h2", {}, `Timeline of step ${step}`), place);

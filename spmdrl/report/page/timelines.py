@@ -6,16 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdrl.report.timeline import FOLDER, RankStep, rank_files
+from spmdrl.report.timeline import FOLDER, RankStep, rank_files, read_timeline
 from spmdrl.report.waits import critical_path, waits_of
 
 _MOST_WAITS = 200
 _MOST_SPANS = 20_000
 
 
-def timeline_bytes(folder: Path) -> int:
-    """Return the size of the timeline files of a run."""
-    return sum(path.stat().st_size for path in rank_files(folder / FOLDER).values())
+def newest_steps(folder: Path, *, most_bytes: int) -> tuple[dict[int, list[RankStep]], bool]:
+    """Return {step: what its ranks did} of a run, and whether these are all steps.
+
+    Args:
+        most_bytes: of the timeline's files. Of larger ones the ends are read, and steps that not
+            all ranks' ends have are left out.
+    """
+    files = rank_files(folder / FOLDER)
+    if sum(path.stat().st_size for path in files.values()) <= most_bytes:
+        return {ranks[0].step: ranks for ranks in read_timeline(folder)}, True
+    steps = read_timeline(folder, newest_bytes=max(1, most_bytes // len(files)))
+    return {ranks[0].step: ranks for ranks in steps if len(ranks) == len(files)}, False
 
 
 def timeline_chunk(ranks: Sequence[RankStep]) -> dict[str, Any]:

@@ -32,9 +32,9 @@ from spmdrl.report.page.folder import (
     forecast_of,
     metric_tables,
     step_times,
+    time_sentence,
 )
-from spmdrl.report.page.timelines import timeline_bytes, timeline_chunk
-from spmdrl.report.timeline import read_timeline
+from spmdrl.report.page.timelines import newest_steps, timeline_chunk
 from spmdrl.run_folder import rename, write_file
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ class RunPage:
             "steps": cfg.steps if cfg else 0,
             "tables": tables,
             "times": step_times(tables["training"]),
+            "sentence": time_sentence(folder, cfg, notes),
             "evaluations": evaluated,
             "forecast": forecast_of(tables["evaluation"]),
             "rollouts": sorted(rollouts),
@@ -192,17 +193,15 @@ class RunPage:
     def _timeline(self, folder: Path, notes: Notes, budget: _Budget) -> dict[int, str]:
         """Return the parts of the steps that ranks recorded, by step."""
         what = "the timeline is not shown"
-        size = notes.attempt(what, lambda: timeline_bytes(folder))
-        if not size:
+        most = int(self.limits.mib * _MIB)
+        read = notes.attempt(what, lambda: newest_steps(folder, most_bytes=most))
+        if read is None:
             return {}
-        if size > self.limits.mib * _MIB:
+        by_step, is_whole = read
+        if not is_whole:
             notes.add(
-                f"{what}: its files have {size / _MIB:.0f} MiB, more than {self.limits.mib:g}; "
-                "python -m spmdrl timeline reads them"
+                f"the timeline has more than {self.limits.mib:g} MiB: its newest steps are shown"
             )
-            return {}
-        steps = notes.attempt(what, lambda: read_timeline(folder)) or []
-        by_step = {ranks[0].step: ranks for ranks in steps}
         found = {}
         for step in budget.steps([*by_step]):
             ranks = by_step[step]
