@@ -46,9 +46,9 @@ class OpenEnvironment:
             of a field, or by default all of it as JSON.
         reset: arguments of the server's `reset`, which also gets the seed and the row's `reset`.
         max_turns: responses per episode.
-        sessions: connections that a worker keeps. The server's `max_concurrent_envs` should be at
-            least three times sessions * rewards.workers * engine replicas: other workers stand in
-            for those that are slow.
+        sessions: connections that a worker process keeps. The server's `max_concurrent_envs` should
+            be at least three times sessions * rewards.workers * engine replicas: so many processes
+            may be alive, with those that stand in for stuck ones and the spare ones (`JobQueue`).
         timeout_s: deadline of a message. It must be below rewards.timeout_s.
     """
 
