@@ -46,6 +46,9 @@ class Gateway:
         self._link: FramedSocket | None = None
         self._asks: list[Ask] = []
         self._opening: Counter[str] = Counter()  # episodes that the process has yet to open
+        self.streams: dict[tuple[str, int], Counter[int]] = {}
+        """{(episode, number) of a request whose agent reads along: {number of a sample: how many of
+        its tokens were shown}}; see `show`."""
         self.address = ""
         """`http://127.0.0.1:PORT/v1`, after `start`."""
 
@@ -90,6 +93,7 @@ class Gateway:
         """
         self._opening[episode] += 1
         self._asks = [ask for ask in self._asks if ask.episode != episode]
+        self._forget_streams(episode)
         key = f"sk-{secrets.token_hex(32)}"
         self._send(["open", [episode, key]])
         return key
@@ -106,11 +110,25 @@ class Gateway:
 
     def answer(self, answer: Answer) -> None:
         """Send an answer. Those to episodes that have ended are dropped."""
+        self.streams.pop((answer.episode, answer.id), None)
         self._send(["answer", asdict(answer)])
+
+    def show(self, episode: str, id: int, sample: int, tokens: list[int]) -> None:
+        """Send what more was sampled for a request of `streams`.
+
+        Args:
+            sample: number of the sample among those of the request.
+        """
+        self.streams[episode, id][sample] += len(tokens)
+        self._send(["part", [episode, id, sample, tokens]])
 
     def end(self, episode: str) -> None:
         """End an episode: requests with its key are refused from now on (HTTP status 401)."""
+        self._forget_streams(episode)
         self._send(["end", episode])
+
+    def _forget_streams(self, episode: str) -> None:
+        self.streams = {own: shown for own, shown in self.streams.items() if own[0] != episode}
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when there may be something to poll."""
@@ -151,6 +169,9 @@ class Gateway:
                 own |= {"tokens": tuple(own["tokens"]), "stop": tuple(own["stop"])}
                 if own["episode"] not in self._opening:
                     self._asks.append(Ask(**own))
+            elif kind == "stream":
+                if own[0] not in self._opening:
+                    self.streams[own[0], own[1]] = Counter()
             elif kind == "opened":
                 self._opening -= Counter([own])
             elif kind == "ready":

@@ -1,19 +1,23 @@
-"""Write OpenAI's objects: completions, their events, errors."""
+"""Write OpenAI's objects: completions, what their events have too, errors."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.agents.requests import BadRequest, RequestOptions
 from spmdrl.environments.protocol import Message, Response
 
+CONTENT = "content"
+REASONING = "reasoning_content"
 _THINK = "<think>"
-_END_OF_THINKING = "</think>"
+END_OF_THINKING = "</think>"
+MARKS = (_THINK, END_OF_THINKING)
+"""Around reasoning."""
 _CALL = "<tool_call>"
 _ID_CHARACTERS = 9  # Mistral's templates take no other length
 
@@ -48,7 +52,7 @@ class Usage:
 
 
 def chat_message(
-    response: Response, *, stop: Sequence[str], parses_calls: bool, call_id: str
+    response: Response, *, stop: Sequence[str], is_open: bool, parses_calls: bool, call_id: str
 ) -> Message:
     """Return a sample as the assistant's message.
 
@@ -57,13 +61,14 @@ def chat_message(
 
     Args:
         stop: texts of the request, which end the content.
+        is_open: whether it begins in the middle of reasoning.
         parses_calls: whether tool calls are read.
         call_id: name of the sample, from which the ids of its calls are hashed.
     """
-    reasoning, text = split_reasoning(cut_at(response.text, stop))
+    reasoning, text = split_reasoning(cut_at(response.text, stop), is_open=is_open)
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
-        message["reasoning_content"] = reasoning
+        message[REASONING] = reasoning
     calls = response.tool_calls
     if parses_calls and calls and not any(call.error for call in calls):
         before = text.partition(_CALL)[0].rstrip() if _CALL in text else ""
@@ -79,14 +84,20 @@ def chat_message(
     return message
 
 
-def split_reasoning(text: str) -> tuple[str, str]:
+def is_reasoning(prompt: str) -> bool:
+    """Return whether reasoning is open at the end of a prompt: many templates begin it."""
+    return prompt.rfind(_THINK) > prompt.rfind(END_OF_THINKING)
+
+
+def split_reasoning(text: str, *, is_open: bool) -> tuple[str, str]:
     """Return the reasoning in a text, and the rest of it.
 
-    A text that begins with `<think>` and does not end its reasoning has no rest.
+    Args:
+        is_open: whether it begins in the middle of reasoning. Else `<think>` must begin it.
     """
-    before, end, after = text.partition(_END_OF_THINKING)
-    if not end and not text.lstrip().startswith(_THINK):
+    if not is_open and not text.lstrip().startswith(_THINK):
         return "", text
+    before, _, after = text.partition(END_OF_THINKING)
     return before.replace(_THINK, "", 1).strip("\n"), after.lstrip("\n")
 
 
@@ -112,50 +123,17 @@ def completion(
     own = []
     for index, choice in enumerate(choices):
         content = {"message": choice.message} if is_chat else {"text": choice.text}
-        own.append(_choice(index, choice, request) | content)
-    return _head(id, kind, request) | {"choices": own, "usage": usage.body()}
+        own.append(choice_body(index, choice, request) | content)
+    return head(id, kind, request) | {"choices": own, "usage": usage.body()}
 
 
-def events(
-    id: str, choices: Sequence[Choice], usage: Usage, request: RequestOptions
-) -> Iterator[bytes]:
-    """Yield an answer as server-sent events: for each choice its role, its content and its end."""
-    is_chat = choices[0].message is not None
-    head = _head(id, "chat.completion.chunk" if is_chat else "text_completion", request)
-    if request.includes_usage:
-        head["usage"] = None
-    for index, choice in enumerate(choices):
-        end = _choice(index, choice, request)
-        if choice.message is None:
-            yield _event(head | {"choices": [end | {"text": choice.text}]})
-            continue
-        begin = {"index": index, "finish_reason": None, "logprobs": None}
-        for delta in _deltas(choice.message):
-            yield _event(head | {"choices": [begin | {"delta": delta}]})
-        yield _event(head | {"choices": [end | {"delta": {}}]})
-    if request.includes_usage:
-        yield _event(head | {"choices": [], "usage": usage.body()})
-    yield b"data: [DONE]\n\n"
-
-
-def _deltas(message: Message) -> Iterator[dict[str, Any]]:
-    yield {"role": "assistant", "content": ""}
-    for key in ("reasoning_content", "content"):
-        if message.get(key):
-            yield {key: message[key]}
-    for index, call in enumerate(message.get("tool_calls", ())):
-        yield {"tool_calls": [{"index": index} | call]}
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body)}\n\n".encode()
-
-
-def _head(id: str, kind: str, request: RequestOptions) -> dict[str, Any]:
+def head(id: str, kind: str, request: RequestOptions) -> dict[str, Any]:
+    """Return what answers and events begin with."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _choice(index: int, choice: Choice, request: RequestOptions) -> dict[str, Any]:
+def choice_body(index: int, choice: Choice, request: RequestOptions) -> dict[str, Any]:
+    """Return what a choice has in answers and in the last event of a stream."""
     logprobs = None
     if request.has_logprobs:
         logprobs = _text_logprobs(choice) if choice.message is None else _chat_logprobs(choice)

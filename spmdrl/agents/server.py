@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import ctypes
+import functools
 import json
 import os
 import pickle
@@ -25,18 +27,22 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from tokenizers import Tokenizer
 
 from spmdrl.agents.chats import FIELD, make_agent_chat, make_judge_chat
 from spmdrl.agents.frames import FramedSocket
 from spmdrl.agents.messages import HOST, JUDGE, NO_PARENT, Answer, Ask
 from spmdrl.agents.replies import (
+    CONTENT,
+    END_OF_THINKING,
+    REASONING,
     Choice,
     Usage,
     chat_message,
     completion,
     cut_at,
     error_body,
-    events,
+    is_reasoning,
     models,
 )
 from spmdrl.agents.requests import (
@@ -50,6 +56,7 @@ from spmdrl.agents.requests import (
     read_text,
 )
 from spmdrl.agents.stitching import EpisodeHistory, KnownAnswer
+from spmdrl.agents.streaming import EventStream, GrowingText
 from spmdrl.config import Config
 from spmdrl.data.templates import encode_prompt
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
@@ -68,6 +75,9 @@ _IDLE_PER_AGENT = 16
 _IDLE_OF_JUDGE = 1024
 """The same, of reward functions that ask a judge."""
 _LOOK_S = 1.0
+_END_TOKENS = 32
+"""Tokens at the end of a prompt among which a template may begin reasoning."""
+_STREAM = web.RequestKey("stream", EventStream)
 
 
 def main(fd: int) -> None:
@@ -113,6 +123,8 @@ class LiveEpisode:
     """Bounds the memory of requests whose bodies have not arrived in whole."""
     waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
     """{number of a request: its answer}."""
+    streams: dict[int, EventStream] = field(default_factory=dict)
+    """{number of a request whose answer is sent while it is sampled: its events}."""
 
 
 class GatewayServer:
@@ -214,6 +226,8 @@ class GatewayServer:
                 self._open(*own)
             elif kind == "end":
                 self._end(own)
+            elif kind == "part":
+                self._show(*own)
             else:
                 self._take(Answer(**own))
         if self._link.has_ended:
@@ -239,6 +253,12 @@ class GatewayServer:
         future = episode.waiting.pop(answer.id, None) if episode else None
         if future is not None and not future.done():
             future.set_result(answer)
+
+    def _show(self, name: str, number: int, sample: int, tokens: list[int]) -> None:
+        episode = self._by_name.get(name)
+        stream = episode.streams.get(number) if episode else None
+        if stream is not None:
+            stream.feed(sample, tokens)
 
     def _tell_once(self, name: str) -> None:
         """Have the leader log that a field of requests has no effect."""
@@ -266,30 +286,47 @@ class GatewayServer:
             chat = self._judge_chat
         else:
             chat = await self._in_encoder(lambda: self._chat_of(request.tools))
-        if known is None:
-            tokens = await self._in_encoder(lambda: chat.encode_opening(request.messages))
-        else:
-            rest = request.messages[covered:]
-            sampled = known.sampled
-            tokens = await self._in_encoder(lambda: chat.encode_answer(sampled, rest))
-        answer, num_prompt = await self._ask(episode, number, known, tokens, request)
+
+        def encode() -> tuple[Sequence[int], bool]:
+            if known is None:
+                tokens = chat.encode_opening(request.messages)
+            else:
+                tokens = chat.encode_answer(known.sampled, request.messages[covered:])
+            return tokens, is_reasoning(self._tokenizer.decode(tokens[-_END_TOKENS:]))
+
+        tokens, is_open = await self._in_encoder(encode)
+        grows = not request.parses_calls
+        stream = self._stream(http, f"chatcmpl-{number}", request, grows=grows, is_open=is_open)
+        answer, num_prompt = await self._ask(episode, number, known, tokens, request, stream)
         responses = await self._in_encoder(
             lambda: chat.decode_turns(answer.tokens, are_truncated=answer.are_truncated)
         )
         choices = []
         for i, response in enumerate(responses):
+            if stream is not None:
+                text = stream.complete(i, answer.tokens[i], response.text)
+                response = replace(response, text=text)
+            # Some templates begin reasoning in another way. But what was sent as content stays so.
+            was_sent = stream is not None and stream.grows
+            is_late = END_OF_THINKING in response.text and not was_sent
             message = chat_message(
                 response,
                 stop=request.stop,
+                is_open=is_open or is_late,
                 parses_calls=request.parses_calls,
                 call_id=f"{episode.key}/{answer.nodes[i]}",  # the same in a repeated run
             )
+            if stream is not None:
+                texts = {key: message.get(key) or "" for key in (REASONING, CONTENT)}
+                stream.finish(i, **texts)
             conversation = [*request.messages, normal_message(message, place="the answer")]
             own = _known(answer, i, num_prompt)
             episode.history.add_chat(conversation, request.tools, own)
             choices.append(await self._choice(answer, i, request, message=message))
         usage = Usage(num_prompt, sum(map(len, answer.tokens)))
-        return await self._reply(http, f"chatcmpl-{number}", choices, usage, request)
+        if stream is not None:
+            return await stream.end(choices, usage)
+        return web.json_response(completion(f"chatcmpl-{number}", choices, usage, request))
 
     async def _serve_text(self, http: web.Request) -> web.StreamResponse:
         episode, number, body = await self._begin(http)
@@ -303,10 +340,13 @@ class GatewayServer:
             rest = prompt[covered:]
             is_new = known is None
             tokens = await self._in_encoder(lambda: self._encode_text(rest, is_new=is_new))
-        answer, num_prompt = await self._ask(episode, number, known, tokens, request)
+        stream = self._stream(http, f"cmpl-{number}", request, grows=True, is_open=None)
+        answer, num_prompt = await self._ask(episode, number, known, tokens, request, stream)
         choices = []
         for i, sampled in enumerate(answer.tokens):
             body_text = await self._decode(self._body(sampled))
+            if stream is not None:
+                body_text = stream.complete(i, sampled, body_text)
             own = _known(answer, i, num_prompt)
             if isinstance(prompt, tuple):
                 episode.history.add_text((*prompt, *sampled), own)
@@ -314,9 +354,13 @@ class GatewayServer:
                 # A text that goes on after a token that ended it is another one.
                 episode.history.add_text(prompt + body_text, own)
             text = cut_at(body_text, request.stop)
+            if stream is not None:
+                stream.finish(i, content=text)
             choices.append(await self._choice(answer, i, request, text=text))
         usage = Usage(num_prompt, sum(map(len, answer.tokens)))
-        return await self._reply(http, f"cmpl-{number}", choices, usage, request)
+        if stream is not None:
+            return await stream.end(choices, usage)
+        return web.json_response(completion(f"cmpl-{number}", choices, usage, request))
 
     async def _begin(self, http: web.Request) -> tuple[LiveEpisode, int, dict[str, Any]]:
         """Return the episode of a request, its number and its body."""
@@ -363,9 +407,12 @@ class GatewayServer:
         known: KnownAnswer | None,
         tokens: Sequence[int],
         request: RequestOptions,
+        stream: EventStream | None,
     ) -> tuple[Answer, int]:
         """Return the leader's answer, and the number of tokens before it.
 
+        Args:
+            stream: gets what is sampled, as it comes.
         Raises: BadRequest if it refuses, or the episode ends.
         """
         if self._by_name.get(episode.key) is not episode:
@@ -389,8 +436,14 @@ class GatewayServer:
             seed=request.seed,
         )
         future = episode.waiting[number] = asyncio.get_running_loop().create_future()
+        if stream is not None and stream.grows:
+            episode.streams[number] = stream
+            self._put(["stream", [episode.key, number]])
         self._put(["ask", asdict(ask)])
-        answer = await future
+        try:
+            answer = await future
+        finally:
+            episode.streams.pop(number, None)
         if answer.refusal:
             raise BadRequest(answer.refusal, code=TOO_LONG)
         return answer, num_tokens
@@ -456,23 +509,37 @@ class GatewayServer:
         )
         return Choice(text, message, finish_reason, tokens, tuple(answer.logprobs[index]))
 
-    async def _reply(
+    def _stream(
         self,
         http: web.Request,
         id: str,
-        choices: Sequence[Choice],
-        usage: Usage,
         request: RequestOptions,
-    ) -> web.StreamResponse:
+        *,
+        grows: bool,
+        is_open: bool | None,
+    ) -> EventStream | None:
+        """Return the events of an answer; None for a request that wants none.
+
+        Args:
+            grows: whether texts are sent while they are sampled.
+            is_open: whether texts begin in the middle of reasoning; None for texts without it.
+        """
         if not request.streams:
-            return web.json_response(completion(id, choices, usage, request))
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        with contextlib.suppress(ConnectionError):  # the agent does not wait for the rest
-            await stream.prepare(http)
-            for event in events(id, choices, usage, request):
-                await stream.write(event)
-            await stream.write_eof()
+            return None
+        # Its own copy: the other one is used in a thread.
+        tokenizer = self._stream_tokenizer if grows else None
+        texts = [
+            GrowingText(tokenizer, ends=self._stops, stop=request.stop, is_open=is_open)
+            for _ in range(request.samples)
+        ]
+        is_chat = is_open is not None
+        stream = http[_STREAM] = EventStream(http, id, request, is_chat=is_chat, texts=texts)
         return stream
+
+    @functools.cached_property
+    def _stream_tokenizer(self) -> Tokenizer | None:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return copy.deepcopy(backend)
 
 
 def _known(answer: Answer, index: int, num_prompt: int) -> KnownAnswer:
@@ -511,5 +578,8 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
     except Exception as error:
         print(f"gateway: {request.method} {request.path}: {error_text(error)}", file=sys.stderr)
         refused = BadRequest(f"the gateway failed: {error_text(error)}", status=500)
+    stream = request.get(_STREAM)
+    if stream is not None and stream.has_begun:
+        return await stream.fail(refused)
     headers = {"x-should-retry": "false"}
     return web.json_response(error_body(refused), status=refused.status, headers=headers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -182,6 +182,9 @@ class EngineProtocol(Protocol):
 
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for unfinished requests, is_truncated False."""
+
+    def tokens_so_far(self, keys: Collection[str]) -> dict[str, Sequence[int]]:
+        """Return the ids that were drawn so far for those of these requests that are unfinished."""
 
     def abort_all(self) -> list[Completion]:
         """End all requests, and return what `unfinished` would."""

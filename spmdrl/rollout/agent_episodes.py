@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from spmdrl.agents.gateway import Gateway
 from spmdrl.agents.messages import NO_PARENT, Answer, Ask
 from spmdrl.config import Config
-from spmdrl.engine.protocol import Completion, Request
+from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.rollout.decisions import Decisions
 from spmdrl.rollout.episode import GREEDY, Episode, Group, sample_seed, seed_after
 from spmdrl.rollout.tree import AgentCall, Tree
@@ -44,6 +44,16 @@ class AskedSample:
         return self.episode.tree
 
     @property
+    def call(self) -> AgentCall:
+        """Return the request of the agent."""
+        return self.tree.calls[self.tree.nodes[self.node].call]
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Return its episode and the number of the request."""
+        return self.episode.key, self.call.id
+
+    @property
     def group(self) -> Group:
         """Return the group of its episode."""
         return self.episode.group
@@ -64,7 +74,7 @@ class AskedSample:
 
     def request(self) -> Request:
         """Return the request that draws its next tokens."""
-        call = self.tree.calls[self.tree.nodes[self.node].call]
+        call = self.call
         count = self._num_drawn
         return self.group.draw.request(
             self.request_key,
@@ -229,12 +239,34 @@ class AgentEpisodes:
             return 0, f"the messages have {len(ids)} tokens; from 1 to {most - 1} are allowed"
         return min(most - len(ids), most_sampled - sampled), ""
 
+    def show(self, engine: EngineProtocol, drawing: Iterable[object]) -> None:
+        """Send the new tokens of samples whose agents read along.
+
+        Args:
+            drawing: what is in the engine.
+        """
+        if self.gateway is None or not self.gateway.streams:
+            return
+        samples = {
+            one.request_key: one
+            for one in drawing
+            if isinstance(one, AskedSample) and one.place in self.gateway.streams
+        }
+        for key, tokens in engine.tokens_so_far(samples.keys()).items():
+            sample = samples[key]
+            number = sample.node - sample.call.nodes.start
+            shown = self.gateway.streams[sample.place][number]
+            earlier = sample.tree.nodes[sample.node].sampled.tokens
+            new = [*earlier[shown:].tolist(), *tokens[max(0, shown - len(earlier)) :]]
+            if new:
+                self.gateway.show(*sample.place, number, new)
+
     def complete(self, sample: AskedSample, completion: Completion) -> None:
         """Add a finished sample to its tree, and answer the agent if it has all of its samples."""
         tree = sample.tree
         if not tree.is_closed:
             tree.draw(sample.node, completion, is_complete=True)
-            self._answer(sample.episode, tree.calls[tree.nodes[sample.node].call])
+            self._answer(sample.episode, sample.call)
 
     def _answer(self, episode: Episode, call: AgentCall) -> None:
         tree = episode.tree

@@ -238,6 +238,8 @@ class Loop:
                 self.judge.count_step(seconds, share=judging / max(1, drawing))
             self._count_recomputed(requests, seconds=seconds)
             self._receive_completions(completions)
+            if self.agents is not None:
+                self.agents.show(engine, self._drawing.values())
         answers = self.decisions.answers(self, self._outside, is_idle=is_idle)
         if is_idle:
             self.idle.add("environment" if playing else "reward", time.perf_counter() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -171,7 +172,7 @@ def test_text_completions_and_their_stream(leader, episode):
     assert answer.choices[0].text == "answer 0"
     assert "".join(answer.choices[0].logprobs.tokens) == "answer 0"
     chunks = client.completions.create(model="m", prompt="2+2=", stream=True)
-    assert [chunk.choices[0].text for chunk in chunks] == ["answer 0"]
+    assert [chunk.choices[0].text for chunk in chunks] == ["answer 0", ""]
 
 
 def test_a_refusal_of_the_leader_has_openais_code(leader, episode):
@@ -195,6 +196,85 @@ def test_what_has_no_effect_is_logged_once(leader, episode, caplog):
             time.sleep(0.01)
     assert caplog.text.count("agents set temperature in requests, which has no effect") == 1
     assert caplog.text.count("messages[].cache_control") == 1
+
+
+def show(leader, *pieces, sample=0):
+    """Send pieces of the answer to the latest request, as if they were just sampled."""
+    until = time.monotonic() + 10
+    while not leader.gateway.streams and time.monotonic() < until:
+        time.sleep(0.01)
+    ((episode, number),) = leader.gateway.streams
+    for piece in pieces:
+        tokens = leader.tokenizer(piece, add_special_tokens=False)["input_ids"]
+        with leader._lock:
+            leader.gateway.show(episode, number, sample, tokens)
+
+
+def texts_of(chunks):
+    return [c.choices[0].delta.content for c in chunks if c.choices[0].delta.content]
+
+
+def test_a_stream_comes_while_the_answer_is_sampled(leader, episode):
+    leader.write = lambda ask: ["one two, three" + END]
+    client = leader.client(episode, timeout=60)
+    leader.is_held.set()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(show, leader, "one", " two", ", thr")
+            chunks = client.chat.completions.create(
+                model="m", messages=QUESTION, stream=True, stop=["three"]
+            )
+            first = [next(chunks) for _ in range(2)]
+            assert first[0].choices[0].delta.role == "assistant"
+            assert texts_of(first)[0].startswith("one")  # while the answer is held
+        leader.is_held.clear()
+        assert "".join(texts_of([*first, *chunks])) == "one two, "
+    finally:
+        leader.is_held.clear()
+        leader.write = write
+    assert not leader.gateway.streams
+    # The message continues the ids that were sampled.
+    answer = {"role": "assistant", "content": "one two, "}
+    client.chat.completions.create(model="m", messages=[*QUESTION, answer, *QUESTION])
+    assert leader.asks[-1].parent != NO_PARENT
+
+
+def test_an_episode_that_ends_in_the_middle_of_a_stream_ends_it(leader, episode):
+    client = leader.client(episode, timeout=60)
+    leader.is_held.set()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(show, leader, "one")
+            chunks = client.completions.create(model="m", prompt="2+2=", stream=True)
+            assert next(chunks).choices[0].text == "one"
+        leader.end(episode)
+        with pytest.raises(openai.APIError, match="no episode that is under way"):
+            list(chunks)
+    finally:
+        leader.is_held.clear()
+    assert is_served(leader, episode)
+
+
+def test_an_agent_that_leaves_in_the_middle_of_a_stream_may_go_on(leader, episode):
+    client = leader.client(episode, timeout=60)
+    leader.is_held.set()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(show, leader, "answer")
+            chunks = client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+            next(chunks)
+        chunks.close()
+        show(leader, " ", "0")
+    finally:
+        leader.is_held.clear()
+    until = time.monotonic() + 10
+    parents = []
+    while not parents or parents[-1] == NO_PARENT:  # until the gateway has the answer
+        answer = {"role": "assistant", "content": "answer 0"}
+        client.chat.completions.create(model="m", messages=[*QUESTION, answer, *QUESTION])
+        parents.append(leader.asks[-1].parent)
+        assert time.monotonic() < until
+    assert is_served(leader, episode)
 
 
 # --------------------------------------------------------------------------- what is refused

@@ -85,6 +85,9 @@ def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
     for _ in range(4):
         done |= {c.key: plain(c) for c in engine.step()}
     partial = {c.key: c for c in map(plain, engine.unfinished())}
+    some = sorted(partial)[1:]
+    so_far = {key: tuple(tokens) for key, tokens in engine.tokens_so_far([*some, "no"]).items()}
+    assert so_far == {key: partial[key].tokens for key in some}
     for version, folder in ((8, folders[0]), (9, folders[1])):
         engine.reload_weights(load_file(f"{folder}/model.safetensors").items())
         engine.weights_changed(version)

@@ -48,7 +48,11 @@ async def solve(row, client):
         ask(client, [*known, user("2")], max_tokens=5, n=2),
     )
     words = [text for texts in both for text in texts]
-    (last,) = await ask(client, [user("+".join(map(str, map(len, words))))], max_tokens=4)
+    messages = [user("+".join(map(str, map(len, words))))]
+    stream = await client.chat.completions.create(
+        model="policy", messages=messages, max_tokens=4, stream=True
+    )
+    last = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     total = sum(map(ord, first + last + "".join(words)))
     return {"reward": total % 7 / 7, "words": len(words)}
 """

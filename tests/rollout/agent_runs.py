@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,9 @@ class Engine:
     def unfinished(self) -> list[Completion]:
         return [self._completion(key, is_finished=False) for key in self._open]
 
+    def tokens_so_far(self, keys: Collection[str]) -> dict[str, list[int]]:
+        return {key: own[1] for key, own in self._open.items() if key in keys}
+
     def abort_all(self) -> list[Completion]:
         aborted = self.unfinished()
         self._open = {}
@@ -146,6 +150,7 @@ class Agents:
         late: seed of the chance by which requests and ends come late; None: they come at once.
         score: reward of a response's text; None: no function scores.
         losses: how often the worker of some agents ends when they have their first answers.
+        streams: whether agents read along while their answers are drawn.
     """
 
     address = "http://127.0.0.1:1/v1"
@@ -159,6 +164,7 @@ class Agents:
         score: Callable[[str], float] | None = None,
         scopes: tuple[str, ...] = ("sample",),
         losses: int = 0,
+        streams: bool = False,
     ):
         self.agent = agent
         self.served: list[str] = []
@@ -169,6 +175,9 @@ class Agents:
         self.waited = 0
         self.is_closed = False
         self.answered: list[Answer] = []
+        self.streams: dict[tuple[str, int], Counter[int]] = {}
+        self.shown: dict[tuple[str, int, int], list[list[int]]] = {}
+        self._streams = streams
         self._late = None if late is None else random.Random(late)
         self._running: dict[str, _Running] = {}
         self._losses = losses
@@ -186,6 +195,9 @@ class Agents:
         return 77
 
     def open(self, episode: str) -> str:
+        for own in (self.streams, self.shown):
+            for key in [key for key in own if key[0] == episode]:
+                del own[key]
         self._asks = [ask for ask in self._asks if ask.episode != episode]
         return f"key of {episode}"
 
@@ -198,8 +210,14 @@ class Agents:
     def poll(self) -> list[Any]:
         return self._some(self._asks)
 
+    def show(self, episode: str, id: int, sample: int, tokens: list[int]) -> None:
+        assert tokens
+        self.streams[episode, id][sample] += len(tokens)
+        self.shown.setdefault((episode, id, sample), []).append(tokens)
+
     def answer(self, answer: Answer) -> None:
         self.answered.append(answer)
+        self.streams.pop((answer.episode, answer.id), None)
         running = self._running.get(answer.episode)
         if running is None or answer.id not in running.answers:
             return
@@ -285,6 +303,8 @@ class Agents:
             number = running.num_calls
             running.num_calls += 1
             running.answers[number] = None
+            if self._streams:
+                self.streams[key, number] = Counter()
             stop = ()
             own = (key, number, call.parent, call.tokens, call.samples, call.max_tokens, stop)
             self._asks.append(Ask(*own))

@@ -71,6 +71,35 @@ def test_tokens_keep_the_versions_that_drew_them_over_new_weights(runs):
     assert all(step - 2 <= least and most <= step for step, (least, most) in enumerate(spans))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_agents_that_read_along_are_shown_each_token_once_and_change_nothing(kind, runs):
+    plain = runs.run("plain", late=1, **KINDS[kind])
+    agents = Agents(wanderer, late=1, streams=True)
+    read = runs.run("read", late=1, agents=agents, **KINDS[kind])
+    assert read.numbers() == plain.numbers()
+    early = _check_shown(agents)
+    assert early > 10
+
+
+def test_an_agent_that_begins_again_is_shown_all_from_the_beginning(runs):
+    agents = Agents(wanderer, late=1, streams=True, losses=1)
+    runs.run("read", late=1, agents=agents)
+    assert len(agents.begun) > len(set(agents.begun))
+    assert _check_shown(agents) > 10
+
+
+def _check_shown(agents: Agents) -> int:
+    """Check what was shown of each answer; return how many came in several pieces."""
+    early = 0
+    for answer in agents.answered:
+        for sample, tokens in enumerate(answer.tokens):
+            pieces = agents.shown.get((answer.episode, answer.id, sample), [])
+            joined = [token for piece in pieces for token in piece]
+            assert joined == list(tokens[: len(joined)])
+            early += len(pieces) > 1
+    return early
+
+
 def test_traces_are_the_tokens_that_the_engine_read_and_drew(runs):
     result = runs.run("once", is_invariant=True)
     assert result.engine is not None

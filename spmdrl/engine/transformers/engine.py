@@ -11,7 +11,7 @@ CUDA graphs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -199,6 +199,14 @@ class TransformersEngine:
         """Return what was drawn so far for unfinished requests, is_truncated False."""
         sequences = (*self._running, *self._waiting)
         return [sequence.completion(is_truncated=False) for sequence in sequences]
+
+    def tokens_so_far(self, keys: Collection[str]) -> dict[str, Sequence[int]]:
+        """Return the ids that were drawn so far for those of these requests that are unfinished."""
+        return {
+            sequence.request.key: sequence.tokens
+            for sequence in (*self._running, *self._waiting)
+            if sequence.request.key in keys
+        }
 
     def abort_all(self) -> list[Completion]:
         """End all requests, and return what was drawn for them."""

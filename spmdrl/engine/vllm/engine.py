@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -144,6 +144,10 @@ class VllmEngine:
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for unfinished requests, is_truncated False."""
         return self._outputs.unfinished(self.version)
+
+    def tokens_so_far(self, keys: Collection[str]) -> dict[str, Sequence[int]]:
+        """Return the ids that were drawn so far for those of these requests that are unfinished."""
+        return {one.key: one.tokens for one in self._loop.unfinished if one.key in keys}
 
     def abort_all(self) -> list[Completion]:
         """End all requests, and return what was drawn for them."""
