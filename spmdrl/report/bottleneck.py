@@ -87,7 +87,7 @@ def explain_run(folder: Path, cfg: Config, *, newest_bytes: int = 0) -> str:
     Args:
         folder: output_dir, with its timeline and metrics.jsonl.
         newest_bytes: as for `read_timeline`.
-    Returns: empty without a timeline.
+    Returns: empty without a timeline, or if nothing was measured.
     Raises: as `read_timeline` and `read_rows`.
     """
     steps = read_timeline(folder, newest_bytes=newest_bytes)
@@ -101,7 +101,8 @@ def explain_run(folder: Path, cfg: Config, *, newest_bytes: int = 0) -> str:
     # A step may also have the row of an evaluation.
     rows = read_rows(path, newest=2 * len(steps)) if path.exists() else []
     rows = [row for row in rows if first <= row["step"] <= last]
-    return f"steps {first} to {last}: {bottleneck(step_causes(steps, rows), cfg)}"
+    sentence = bottleneck(step_causes(steps, rows), cfg)
+    return f"steps {first} to {last}: {sentence}" if sentence else ""
 
 
 def bottleneck(seconds: Mapping[str, float], cfg: Config) -> str:

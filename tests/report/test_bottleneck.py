@@ -118,3 +118,9 @@ def test_a_timeline_that_somebody_changed_does_not_fail_the_run(tmp_path, caplog
         (tmp_path / "timeline" / "rank_0.jsonl").write_text('{"step": 0}\n')
     assert "the run's time is not explained" in caplog.text
     assert explain_run(tmp_path / "none", config(tmp_path)) == ""
+
+
+def test_steps_without_a_span_are_not_explained(tmp_path):
+    with reporting(config(tmp_path)) as report:
+        report._timeline.write(0)
+    assert explain_run(tmp_path, config(tmp_path)) == ""
