@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from spmdrl.data.vision.recorded import Preview
     from spmdrl.model_inputs import TokenIds
 
-VISION_FAMILIES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VISION_FAMILIES = (
+    "gemma3",
+    "internvl",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 """Model types that read images. Tests prove each against plain transformers, and that its images
 can be prepared one by one."""
 

@@ -220,6 +220,8 @@ WITH_TOWERS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
     "qwen2_5_vl": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
     "qwen3_vl": dict(text_config=dict(num_key_value_heads=8)),
     "qwen3_vl_moe": dict(
         text_config=dict(

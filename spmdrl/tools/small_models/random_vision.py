@@ -144,8 +144,8 @@ def _id(words: PreTrainedTokenizerBase, token: str) -> int:
     return words.convert_tokens_to_ids(token)
 
 
-def _mrope(sizes: Sizes, **more: Any) -> dict[str, Any]:
-    half = sizes.text["head_dim"] // 2
+def _mrope(sizes: Sizes, *, share: float = 1.0, **more: Any) -> dict[str, Any]:
+    half = int(sizes.text["head_dim"] * share) // 2
     side = half // 3
     sections = [half - 2 * side, side, side]
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
@@ -193,6 +193,14 @@ def _qwen3(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
         ),
         tie_word_embeddings=sizes.text["tie_word_embeddings"],
     )
+
+
+def _qwen3_5(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
+    found = _qwen3(words, sizes)
+    share = 0.25
+    rope = _mrope(sizes, share=share, mrope_interleaved=True, partial_rotary_factor=share)
+    del found["vision_config"]["deepstack_visual_indexes"]
+    return found | {"text_config": dict(sizes.text, rope_parameters=rope)}
 
 
 def _qwen_files(kind: str) -> Callable[[Sizes], dict[str, dict[str, Any]]]:
@@ -312,6 +320,8 @@ MADE: dict[str, Made] = {
     "qwen2_5_vl": Made(_QWEN, _QWEN_TEXT, _qwen2_5, _qwen_files("Qwen2_5_VL")),
     "qwen3_vl": Made(_QWEN, _QWEN_TEXT, _qwen3, _qwen_files("Qwen3VL")),
     "qwen3_vl_moe": Made(_QWEN, _QWEN_TEXT, _qwen3, _qwen_files("Qwen3VL")),
+    "qwen3_5": Made(_QWEN, _QWEN_TEXT, _qwen3_5, _qwen_files("Qwen3VL")),
+    "qwen3_5_moe": Made(_QWEN, _QWEN_TEXT, _qwen3_5, _qwen_files("Qwen3VL")),
     "gemma3": Made(_GEMMA3_TOKENS, "<start_of_image>", _gemma3, _gemma3_files),
     "internvl": Made(_INTERNVL_TOKENS, "<IMG_CONTEXT>\\n", _internvl, _internvl_files),
 }
