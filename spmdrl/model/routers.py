@@ -122,12 +122,13 @@ def sigmoid_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor
 
 
 WEIGHTS: dict[str, Weigh] = {
-    **dict.fromkeys(
-        ("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe"), softmax_weights
-    ),
+    **dict.fromkeys(("flex_olmo", "mixtral", "olmoe"), softmax_weights),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"), softmax_weights),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), softmax_weights),
     "gpt_oss": chosen_softmax_weights,
     **dict.fromkeys(
-        ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"), sigmoid_weights
+        ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "nemotron_h"),
+        sigmoid_weights,
     ),
 }
 """{model_type: how its routers weigh the experts that they chose}. These routers return logits,

@@ -53,7 +53,7 @@ _ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "phimoe": lambda config: {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
 }
 """{family: arguments without which its class in vLLM is not found, or lacks a setting}"""
-_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 _TRIAL_TOKENS = range(3, 12)
 _ERROR_CHARS = 400
 
@@ -84,6 +84,9 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
         # On processors with AMX vLLM prefers a backend that packs the projections of latent
         # attention. They could be written neither in place nor by a reload.
         arguments["attention_backend"] = "CPU_MLA"
+    if on_cpu and family in ("qwen3_5", "qwen3_5_moe"):
+        # vLLM would cache prefixes of their states only with prompts in chunks.
+        arguments["enable_prefix_caching"] = False
     if family not in _DIFFERS or not _DIFFERS[family](config, cfg.engine.dtype):
         return arguments | (_ARGUMENTS[family](config) if family in _ARGUMENTS else {})
     if cfg.model.moe.replay or "quantization" in cfg.engine.options:
