@@ -20,8 +20,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec
+from functools import cache, partial
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from spmdrl.imports import attempt
 from spmdrl.model.attention.packing import Packing
 from spmdrl.model.parallel.state_exchange import StateRow
 
@@ -103,7 +104,8 @@ def _convolution(
     whole = row.to_heads(x[0, :, :, None])[..., 0]
     if _has_kernel("causal_conv1d", x):
         numbers = _numbers(row.packing, whole.shape[-1]).to(torch.int32)[None]
-        out = original(whole[None], weight, bias, activation=activation, seq_idx=numbers)[0]
+        channels_last = whole.T.contiguous().T[None]  # which the kernel needs for seq_idx
+        out = original(channels_last, weight, bias, activation=activation, seq_idx=numbers)[0]
     else:
         out = _convolve(whole, weight, bias, places=row.packing.places(whole.shape[-1]))
         out = out if activation is None else ACT2FN[activation](out)
@@ -134,7 +136,14 @@ def _numbers(packing: Packing, tokens: int) -> Tensor:
 
 def _has_kernel(package: str, x: Tensor) -> bool:
     """Return whether transformers' function calls the kernel of a package."""
-    return x.is_cuda and find_spec(package) is not None
+    return x.is_cuda and _imports(package)
+
+
+@cache
+def _imports(package: str) -> bool:
+    """Return whether a package can be imported. If not, transformers goes on without it, and would
+    take the packed row for one sequence."""
+    return attempt(lambda: import_module(package), Exception)[1] is None
 
 
 # --------------------------------------------------------------------------- states over chunks
