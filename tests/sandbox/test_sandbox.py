@@ -83,7 +83,7 @@ def test_a_program_gets_its_input_and_files_and_its_output_comes_back():
     )
     assert (got.status, got.exit_code) == ("ok", 0)
     assert (got.stdout, got.stderr) == ("héllo wörld A\n", "oops\n")
-    assert 0 < got.seconds < 10
+    assert 0 <= got.seconds < 10  # 0 where a busy machine sees beginning and end at once
 
 
 @pytest.mark.parametrize(
