@@ -14,7 +14,7 @@ from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.rollout.row_source import pack_units
 from tests.helpers.built import made
-from tests.helpers.vlm import FAMILIES, noise, seeing_model
+from tests.helpers.vlm import READERS, noise, seeing_model
 
 SIZES = ((60, 40), (30, 80))
 
@@ -55,7 +55,7 @@ def said(words, example):
     return words.decode([t for t, is_trained in zip(example.tokens, example.mask) if is_trained])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", READERS)
 def test_supervised_rows_of_each_form_show_their_images_and_train_the_replies(family, tmp_path):
     folder = seeing_model(family, tmp_path / "model")
     talk = [

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from benchmarks.gpu.parts import PARTS
 from spmdrl.checkpoint.state import rng_state, set_rng_state
-from spmdrl.config import Config
+from spmdrl.config import Config, ProfileSettings, ReportSettings
+from spmdrl.model.decode_reads import device_bandwidth
 from spmdrl.model.flops import device_peak_flops
+from spmdrl.report.profile import StepProfiler
 from spmdrl.report.provenance import describe_environment
 from spmdrl.same_run.made_of import device_name
 from spmdrl.sync.negotiation import link_of
@@ -78,6 +82,24 @@ def test_rates_of_a_known_gpu_are_taken(gpu, monkeypatch):
     assert device_peak_flops(DEVICE, dtype="bfloat16") is None
     a100 = link_of(world)  # the careful guess for what is not listed
     assert a100 != h100
+
+
+def test_the_bandwidth_of_a_known_gpu_is_taken(gpu, monkeypatch):
+    assert device_bandwidth(DEVICE) == 3.35e12
+    assert device_bandwidth(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA L4")
+    assert device_bandwidth(DEVICE) is None
+
+
+def test_a_profile_traces_the_gpu_too(gpu, monkeypatch):
+    made = mock.Mock()
+    monkeypatch.setattr("spmdrl.report.profile.profile", made)
+    cfg = Config(report=ReportSettings(profile=ProfileSettings(steps=(3,), ranks=(0,))))
+    profiler = StepProfiler(cfg, SimpleNamespace(rank=0, watch=mock.Mock()))
+    profiler.begin(2)
+    assert not made.called
+    profiler.begin(3)
+    assert ProfilerActivity.CUDA in made.call_args.kwargs["activities"]
 
 
 def test_a_run_records_the_gpus_it_had(gpu):

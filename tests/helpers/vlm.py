@@ -21,6 +21,9 @@ from spmdrl.tools.small_models.random_vision import MADE, make_vision_model
 from tests.helpers.ranks import forget_imports
 
 FAMILIES = tuple(MADE)
+READERS = tuple(family for family in FAMILIES if not family.startswith("qwen3_5"))
+"""Those whose tokenizer is the one that their folder has. For Qwen3.5 transformers always takes a
+class of its own, which makes other tokens of our characters; its processor is Qwen3-VL's."""
 TEXT = dict(
     hidden_size=128,
     num_hidden_layers=2,
@@ -36,8 +39,10 @@ TEXT = dict(
 def seeing_model(family: str, folder: Path, *, seed: int = 0) -> Path:
     """Write a small random model that sees into a folder, and return the folder."""
     text = TEXT | dict(tie_word_embeddings=family == "gemma3")
-    if family == "qwen3_vl_moe":
+    if family in ("qwen3_vl_moe", "qwen3_5_moe"):
         text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+    if family == "qwen3_5_moe":
+        text |= dict(shared_expert_intermediate_size=48)
     make_vision_model(family, folder, text=text, seed=seed)
     return folder
 

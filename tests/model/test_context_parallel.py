@@ -203,7 +203,7 @@ def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str]
 
 def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
     """Return the most keys or values gathered at a time, over those of the own slice."""
-    sizes, gather = [], context_parallel._gather
+    sizes, gather = [], context_parallel.gather
 
     def counted(own: Tensor, group: dist.ProcessGroup) -> Tensor:
         parts = gather(own, group)
@@ -212,13 +212,13 @@ def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
 
     own = _slice((64,), rank, group)
     q, k, v = (torch.randn(1, 8, 16, 4, requires_grad=True) for _ in range(3))
-    context_parallel._gather = counted
+    context_parallel.gather = counted
     try:
         METHODS["gather"](_Module(), q, k, v, None, packing=own.packing, kernel=KERNELS["padded"])[
             0
         ].sum().backward()
     finally:
-        context_parallel._gather = gather
+        context_parallel.gather = gather
     assert len(sizes) == 2 * SIZE * 2  # keys and values; forward and again in the backward pass
     return max(sizes) / k.numel()
 

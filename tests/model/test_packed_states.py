@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from spmdrl.model.attention import packed_states
 from spmdrl.model.attention.packed_states import (
     supports_packed_states,
     with_functions,
@@ -125,3 +128,48 @@ def _with_gradients(
     output = forward(states)
     gradients = torch.autograd.grad((output * direction).sum(), [*inputs.values()])
     return {"output": output.detach(), **dict(zip(inputs, gradients))}
+
+
+def test_kernels_are_called_where_they_can_be_imported():
+    on_gpu = SimpleNamespace(is_cuda=True)
+    assert packed_states._has_kernel("json", on_gpu)
+    assert not packed_states._has_kernel("no_such_package", on_gpu)
+    assert not packed_states._has_kernel("json", torch.zeros(1))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_kernels_get_the_boundaries_of_sequences(family, monkeypatch):
+    layer = layer_of(family)
+    row = StateRow(make_packing((3, 2), CPU, padded=False))
+    numbers = [[0, 0, 0, 1, 1]]
+    seen = []
+
+    def convolution(x, weight, bias, *, activation, seq_idx):
+        assert x.stride(1) == 1, "causal-conv1d takes seq_idx with channels last alone"
+        assert seq_idx.tolist() == numbers and seq_idx.dtype == torch.int32
+        seen.append("convolution")
+        return x
+
+    def delta_rule(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):
+        assert cu_seqlens.tolist() == [0, 3, 5] and use_qk_l2norm_in_kernel
+        assert g.shape == beta.shape == v.shape[:3] and q.shape == k.shape
+        seen.append("state")
+        return v, None
+
+    def scan(x, dt, A, B, C, *, D, chunk_size, dt_softplus, dt_limit, seq_idx):
+        assert seq_idx.tolist() == numbers and dt.shape == x.shape[:3]
+        assert B.shape == C.shape == (*x.shape[:3], 16) and A.shape == D.shape == x.shape[2:3]
+        seen.append("state")
+        return x
+
+    kernels = {
+        "causal_conv1d_fn": convolution,
+        "torch_chunk_gated_delta_rule": delta_rule,
+        "mamba2_chunk_scan": scan,
+    }
+    known = inspect.unwrap(type(layer).forward).__globals__
+    for name in kernels.keys() & known.keys():
+        monkeypatch.setitem(known, name, kernels[name])
+    monkeypatch.setattr(packed_states, "_has_kernel", lambda package, x: True)
+    assert with_packed_states(layer, lambda: row)(torch.randn(1, 5, 64)).shape == (1, 5, 64)
+    assert seen == ["convolution", "state"]

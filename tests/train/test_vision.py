@@ -139,9 +139,12 @@ def _check(results: dict[str, Any], cell: tuple[str, str]) -> None:
         assert own.keys() == gradients.keys(), own.keys() ^ gradients.keys()
         for name, gradient in gradients.items():
             most, mean = float(gradient.abs().max()), (own[name] - gradient).abs().mean()
-            assert mean <= 2e-6 * max(1.0, most), (name, mean, most)
+            # transformers' gated delta nets subtract sums, which costs these digits (5e-6 from
+            # float64; tests/model/test_packed_states.py compares ours, 1e-6).
+            rounding = 5.0 if name.endswith(("A_log", "dt_bias")) else 1.0
+            assert mean <= rounding * 2e-6 * max(1.0, most), (name, mean, most)
             gap = float((own[name] - gradient).abs().max())
-            assert gap <= 1e-5 * most + 1e-6, (name, gap, most)
+            assert gap <= rounding * 1e-5 * most + 1e-6, (name, gap, most)
         moving = [n for n, g in own.items() if float(g.abs().max()) > 1e-3]
         assert is_frozen or any(name.startswith(TOWERS) for name in moving)
     assert seen == (1 if cell[1] == "one" else len(results["ranks"]))

@@ -200,7 +200,15 @@ def _qwen3_5(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
     share = 0.25
     rope = _mrope(sizes, share=share, mrope_interleaved=True, partial_rotary_factor=share)
     del found["vision_config"]["deepstack_visual_indexes"]
-    return found | {"text_config": dict(sizes.text, rope_parameters=rope)}
+    kinds = ("linear_attention", "full_attention")
+    own = dict(
+        layer_types=[kinds[i % 2] for i in range(sizes.text["num_hidden_layers"])],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    )
+    return found | {"text_config": own | dict(sizes.text, rope_parameters=rope)}
 
 
 def _qwen_files(kind: str) -> Callable[[Sizes], dict[str, dict[str, Any]]]:
