@@ -212,6 +212,10 @@ class ReportSettings:
     certificate_norms: Natural = 100
     """Also write norms for every N-th certified step and the last one. With norms, runs on two
     layouts can be compared, which are equal only up to rounding. 0: never."""
+    layer_norms: Natural = 0
+    """Every N-th step also record the norm of each layer's gradient, before clipping, as metrics
+    `policy/grad_norm_layer/...`; the run's page draws them. A model of many layers has as many
+    more metrics. 0: never."""
     mlflow: MlflowSettings = field(default_factory=MlflowSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
     tensorboard: TensorboardSettings = field(default_factory=TensorboardSettings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,30 @@ def _layers(hf_model: nn.Module) -> dict[str, nn.Module]:
         return {}
     name = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
     return {f"{name}.{index}": module for index, module in lists[name].named_children()}
+
+
+def layers_of(
+    hf_model: nn.Module, names: Iterable[str], *, towers: Iterable[str]
+) -> dict[str, str]:
+    """Return {parameter name: its layer}: the number of a block (`00` is the first), `tower`,
+    `embedding`, or `head` for all others, such as the last norm.
+
+    Args:
+        hf_model: before its blocks are wrapped.
+        names: of parameters and adapters.
+        towers: names of modules.
+    """
+    modules = dict.fromkeys(towers, "tower")
+    modules |= {place: f"{number:02}" for number, place in enumerate(blocks(hf_model))}
+    for place, module in hf_model.named_modules():
+        if isinstance(module, nn.Embedding):
+            modules[place] = "embedding"
+    found = {}
+    for name in names:
+        # Towers and blocks come first, so that embeddings in them belong to them.
+        around = (layer for place, layer in modules.items() if name.startswith(f"{place}."))
+        found[name] = next(around, "head")
+    return found
 
 
 def unshardable(hf_model: nn.Module) -> str:

@@ -23,7 +23,7 @@ from spmdrl.model.attention.kernels import PADDING, register_attention
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.packing_support import PackingSupport, enable_packing
 from spmdrl.model.attention.pick import kernel_of
-from spmdrl.model.blocks import experts_parameters
+from spmdrl.model.blocks import experts_parameters, layers_of
 from spmdrl.model.divisibility import context_method, misfits
 from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
@@ -50,6 +50,7 @@ from spmdrl.model.vision.families import (
     freeze_vision,
     has_vision_tower,
     set_attention,
+    vision_modules,
     vision_parameters,
 )
 from spmdrl.model.vision.layout import vision_layout_of
@@ -118,6 +119,8 @@ class ShardedModel:
                 parameter.data = parameter.data.to(master)
             freeze_vision(hf_model, model)
         self._experts = experts_parameters(hf_model)
+        self.layers = layers_of(hf_model, self._names, towers=vision_modules(hf_model))
+        """{name in `named_shards`: layer, see layers_of}."""
         self._prefixes = scorer_prefixes(hf_model)
         self.slicing = self._set_attention(model, support)
         self.give_room: Callable[[Sequence[ScoredRow]], Sequence[ScoredRow]] = list

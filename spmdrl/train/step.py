@@ -56,6 +56,8 @@ class GlobalTotals:
     loss: float
     num_tokens: float
     stats: dict[str, tuple[float, float]]
+    layer_norms: dict[str, float]
+    """{layer: norm of its gradient}, of the layers that were asked for."""
 
     @property
     def is_finite(self) -> bool:
@@ -63,19 +65,24 @@ class GlobalTotals:
         return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
 
 
-def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> GlobalTotals:
+def exchange_totals(
+    totals: Totals, norm_shares: Tensor, *, world: World, layers: Sequence[str] = ()
+) -> GlobalTotals:
     """Add the totals of all trainer ranks up, in one small collective.
 
     Args:
-        norm_share: [] float64, this rank's share of the squared gradient norm.
+        norm_shares: [1 + layers] float64, see square_sums.
+        layers: the same on all trainer ranks.
     """
-    # Every rank has a norm share of its own parameters. The totals are the same on all ranks of a
+    # Every rank has norm shares of its own parameters. The totals are the same on all ranks of a
     # data-parallel index, so one of these counts them.
-    packed = torch.cat([norm_share.cpu()[None], world.count_once(totals.pack())])
+    share, layer_shares = norm_shares.cpu().split([1, len(layers)])
+    packed = torch.cat([share, world.count_once(totals.pack()), layer_shares])
     dist.all_reduce(packed, group=world.trainer_control)
     square, loss, num_tokens = packed[:3].tolist()
     names = sorted(totals.stats)
-    parts = packed[3:].split([totals.stats[name][0].numel() for name in names])
+    sizes = [totals.stats[name][0].numel() for name in names]
+    *parts, squares = packed[3:].split([*sizes, len(layers)])
     found = {name: part.view(2, -1) for name, part in zip(names, parts)}
     # A histogram is not one pair of numbers: metrics are computed from its counts.
     histogram = found.pop("gap_histogram", None)
@@ -83,7 +90,8 @@ def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> Glob
     if histogram is not None:
         stats |= gap_sums(histogram[0])
     grad_norm = math.sqrt(square) if square >= 0 else math.nan
-    return GlobalTotals(grad_norm, loss, num_tokens, stats)
+    layer_norms = dict(zip(layers, squares.sqrt().tolist()))
+    return GlobalTotals(grad_norm, loss, num_tokens, stats, layer_norms)
 
 
 def dump_skipped(

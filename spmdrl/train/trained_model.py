@@ -13,7 +13,7 @@ from torch import Tensor
 from spmdrl.config import OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.sharded_model import ShardedModel
-from spmdrl.train.gradient_norm import copies, square_sum
+from spmdrl.train.gradient_norm import copies, square_sums
 from spmdrl.train.loss_scale import LossScale
 from spmdrl.train.make_optimizer import make_optimizer
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
@@ -53,6 +53,7 @@ class TrainedModel:
         self._reduces_last = kept.reduce == "last"
         trainers = len(world.trainer_ranks)
         self._copies = {name: copies(p, num_trainers=trainers) for name, p in shards.items()}
+        self._layers = [*dict.fromkeys(model.layers[name] for name in shards)]
         # FSDP2 averages gradients over these ranks; the loss is a sum.
         self._averaged = world.mesh.size() // world.mesh["tp"].size()
 
@@ -83,7 +84,9 @@ class TrainedModel:
     ) -> Sums:
         # The scale of this update, for the metrics: `overflowed` may change it below.
         scale = self.loss_scale.value
-        gradients, totals = self._measure(microbatches, loss_of)
+        every = self.cfg.report.layer_norms
+        layers = self._layers if every and step % every == 0 else ()
+        gradients, totals = self._measure(microbatches, loss_of, layers=layers)
         if self.on_gradients:
             self.on_gradients(gradients, step=step, number=number)
         lr = learning_rate(self.options, step, steps=self.cfg.steps)
@@ -110,10 +113,14 @@ class TrainedModel:
         return sums | self.routers.finish(is_taken=totals.is_finite)
 
     def _measure(
-        self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf
+        self,
+        microbatches: Sequence[PreparedMicrobatch],
+        loss_of: LossOf,
+        *,
+        layers: Sequence[str] = (),
     ) -> tuple[dict[str, Tensor], GlobalTotals]:
         """Return {name: live local gradient} of micro-batches, unclipped and without the loss
-        scale, and the totals of all trainer ranks."""
+        scale, and the totals of all trainer ranks, with the norms of `layers`."""
         own = self._accumulate(microbatches, loss_of)
         scale = self.loss_scale.value
         gradients = self.optimizer.gradients()
@@ -121,8 +128,8 @@ class TrainedModel:
         # Before the norm, which max_grad_norm bounds without the scale.
         if scale != 1:
             multiply_all(list(gradients.values()), 1 / scale)
-        share = square_sum(gradients, self._copies)
-        return gradients, exchange_totals(own, share, world=self.world)
+        shares = square_sums(gradients, self._copies, layer_of=self.model.layers, layers=layers)
+        return gradients, exchange_totals(own, shares, world=self.world, layers=layers)
 
     def gradient(
         self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf
@@ -202,11 +209,10 @@ class TrainedModel:
             sums["perf/trained_tokens"] = (trained, once)
         if not is_finite:
             return sums
-        return (
-            totals.stats
-            | sums
-            | {f"{name}/loss": (totals.loss, 1.0), f"{name}/grad_norm": (totals.grad_norm, 1.0)}
-        )
+        sums |= {f"{name}/loss": (totals.loss, 1.0), f"{name}/grad_norm": (totals.grad_norm, 1.0)}
+        for layer, norm in totals.layer_norms.items():
+            sums[f"{name}/grad_norm_layer/{layer}"] = (norm, 1.0)
+        return totals.stats | sums
 
 
 Update = TypeVar("Update")

@@ -16,14 +16,14 @@ from spmdrl.config import ModelSettings
 from spmdrl.engine.vllm.arguments import with_plain_weights
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing_support import enable_packing
-from spmdrl.model.blocks import base_of, blocks
+from spmdrl.model.blocks import base_of, blocks, layers_of
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import build_meta_model, checkpoint_shapes, load_whole_model
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.vision import tower
-from spmdrl.model.vision.families import vision_blocks, vision_parameters
+from spmdrl.model.vision.families import vision_blocks, vision_modules, vision_parameters
 from spmdrl.model.vision.layout import vision_layout_of
 from spmdrl.model.vision.tower import tower_inputs
 from tests.helpers.policy_runs import VALID
@@ -47,8 +47,15 @@ def test_a_model_that_sees_is_built_by_the_names_of_its_files(folder):
     assert all(name.startswith("model.language_model.layers.") for name in blocks(hf_model))
     towers = vision_parameters(hf_model)
     assert len(blocks(hf_model)) == len(vision_blocks(hf_model)) == 2
-    rest = {n for n, _ in hf_model.named_parameters()} - towers
+    names = {n for n, _ in hf_model.named_parameters()}
+    rest = names - towers
     assert towers and all(n.startswith(("model.language_model.", "lm_head.")) for n in rest)
+    adapter = "model.language_model.layers.1.mlp.up_proj.lora_A.weight"
+    layers = layers_of(hf_model, {*names, adapter}, towers=vision_modules(hf_model))
+    assert {n for n, layer in layers.items() if layer == "tower"} == towers
+    assert layers[adapter] == "01" and layers["model.language_model.norm.weight"] == "head"
+    assert layers["model.language_model.embed_tokens.weight"] == "embedding"
+    assert set(layers.values()) == {"00", "01", "tower", "embedding", "head"}
 
 
 def test_its_weights_are_those_that_transformers_loads(folder):

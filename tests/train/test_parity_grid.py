@@ -1,4 +1,4 @@
-"""Every mesh trains like one process: loss, gradients, their norm and the parameters, by cells.
+"""Every mesh trains like one process: loss, gradients, their norms and the parameters, by cells.
 
 A cell is a row (a model, an objective, options) on a mesh. One start of four ranks runs all of
 them: the groups of a mesh are made anew within the same job. The reference of a row is the same
@@ -8,7 +8,10 @@ with a prompt, which is computed once, but not by the reference.
 
 from __future__ import annotations
 
+import math
+import re
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -214,9 +217,8 @@ def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
     trainer = make_trainer(cfg, world)
     if not world.is_trainer:
         return None
-    parts = {"policy": trainer.policy} | {
-        name: part.trained for name, part in trainer.companions.items() if hasattr(part, "trained")
-    }
+    companions = [one.trained for one in trainer.companions.values() if hasattr(one, "trained")]
+    parts = {trained.name: trained for trained in [trainer.policy, *companions]}
     gradients: dict[str, list] = {name: [] for name in parts}
     for name, trained in parts.items():
         _watch(trained, gradients[name])
@@ -260,7 +262,35 @@ def _gaps(ours: dict[str, Any], reference: dict[str, Any]) -> list[str]:
         # Some gradients are 0 but for rounding, such as that of a key's bias.
         if not gap <= 1e-5 * float(expected.abs().max()) + 1e-7:
             found.append(f"{name}: off by {gap:.2g} of {float(expected.abs().max()):.2g}")
+    return found + _layer_gaps(ours)
+
+
+def _layer_gaps(ours: dict[str, Any]) -> list[str]:
+    """Return what norms of layers are not those of the gradients, which may have been clipped."""
+    squares: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for name, tensor in ours["tensors"].items():
+        if match := re.fullmatch(r"(\w+), step (\d), gradient of (.+)", name):
+            model, step, parameter = match.groups()
+            squares[model, step][_layer(parameter)] += float(tensor.double().square().sum())
+    found = []
+    for (model, step), by_layer in squares.items():
+        sums = ours["sums"][int(step)]
+        norm = sums[f"{model}/grad_norm"][0]
+        start = f"{model}/grad_norm_layer/"
+        norms = {n.removeprefix(start): s[0] for n, s in sums.items() if n.startswith(start)}
+        unclipped = norm / math.sqrt(sum(by_layer.values()))
+        expected = {layer: math.sqrt(square) * unclipped for layer, square in by_layer.items()}
+        if norms != pytest.approx(expected, rel=1e-5, abs=1e-9):
+            found.append(f"step {step}: norms of {model}'s layers are {norms}, not {expected}")
+        if sum(own**2 for own in norms.values()) != pytest.approx(norm**2, rel=1e-12):
+            found.append(f"step {step}: norms of {model}'s layers are not its norm {norm}: {norms}")
     return found
+
+
+def _layer(parameter: str) -> str:
+    if block := re.search(r"\.layers\.(\d+)\.", parameter):
+        return f"0{block[1]}"
+    return "embedding" if "embed" in parameter else "head"
 
 
 def _run_cells(
@@ -307,6 +337,7 @@ def _config(where: Path, row: Row) -> Config:
     return changed(
         config(folder, where, model=model, **row.options),
         batch=BatchSettings(group_size=2, tokens_per_microbatch=64),
+        report=dict(layer_norms=1),
     )
 
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from spmdrl.config import OptimizerSettings
 from spmdrl.train.schedule import learning_rate
+from tests.helpers.built import changed
 from tests.helpers.comparing import assert_near, assert_same_sums, differing, full_parameters
 from tests.helpers.policy_runs import (
     advantages,
@@ -70,20 +71,25 @@ def test_loss_of_the_first_update_is_what_a_loop_over_tokens_gives(tmp_path):
 
 def _supervised(trainer: Any) -> dict:
     own = own_batch(trainer.world)
-    losses = [update(trainer, own, step=s)["policy/loss"][0] for s in range(15)]
+    sums = [update(trainer, own, step=s) for s in range(15)]
+    losses = [one["policy/loss"][0] for one in sums]
+    of_layers = [any("/grad_norm_layer/" in name for name in one) for one in sums]
     before = _pointers(trainer)
     update(trainer, own, step=0)
     trainer.weights.score([[5, 6, 7]])
-    return {"losses": losses, "pointers": before == _pointers(trainer)}
+    pointers = before == _pointers(trainer)
+    return {"losses": losses, "pointers": pointers, "of_layers": of_layers}
 
 
 def _pointers(trainer: Any) -> list[int]:
     return [p.detach().to_local().data_ptr() for p in trainer.weights.shards().values()]
 
 
-def test_supervised_loss_falls_and_storage_stays(tmp_path):
+def test_supervised_loss_falls_storage_stays_and_every_tenth_step_has_norms_of_layers(tmp_path):
     cfg = config(small_model(tmp_path), tmp_path, objective="sft")
+    cfg = changed(cfg, report=dict(layer_norms=10))
     result = with_trainer(cfg, _supervised)[0]
+    assert [step for step, has_them in enumerate(result["of_layers"]) if has_them] == [0, 10]
     assert result["losses"][-1] < 0.7 * result["losses"][0], result["losses"]
     assert result["pointers"]
 
