@@ -14,6 +14,7 @@ import pytest
 
 from spmdrl import config
 from spmdrl.report.page import write as page_writer
+from spmdrl.report.page.layer_norms import layer_norms
 from spmdrl.report.page.step_time import causes_of
 from spmdrl.report.page.timelines import newest_steps
 from spmdrl.report.page.write import PageLimits, RunPage, spread
@@ -139,6 +140,36 @@ def test_a_step_shows_where_its_time_goes_and_what_changed(chrome, run):
     changed = text.split("What changed at step 40?")[1]
     assert changed.index("reward/mean") < 300 and "policy/entropy" in changed[:400]
     assert "mem/rss_gib" not in changed.split("policy/entropy")[0]
+
+
+@needs_chromium
+def test_gradient_norms_by_layer_are_a_map_over_steps(chrome, run):
+    rows = metrics_rows()
+    for row in rows:
+        if "reward/mean" not in row:
+            continue
+        at = row["step"]
+        norms = {"00": 0.1, "01": 0.1 * 1.1**at, "head": 2.0 if at else 0.0}
+        row |= {f"policy/grad_norm_layer/{layer}": norm for layer, norm in norms.items()}
+    write_metrics(run, rows)
+    out = shown(chrome, run, place="tab=curves&preset=gradients")
+    chrome.wait("document.querySelector('[data-layers=policy] canvas')")
+    assert "layer 01 (" in chrome.text(".say")
+    assert chrome.run("[...document.querySelectorAll('[data-metric]')].length") == 1
+    canvas = "document.querySelector('canvas[role=img]')"
+    colors = f"""[[100, 4], [100, 20], [100, 36], [71, 36]].map(([x, y]) =>
+        {canvas}.getContext('2d').getImageData(x, y, 1, 1).data.join())"""
+    low, grown, high, nothing = chrome.run(colors)
+    assert low.startswith("68,1,84") and len({low, grown, high}) == 3 and nothing == "0,0,0,0"
+    chrome.run(f"{canvas}.dispatchEvent(new MouseEvent('mousemove', {{clientX: "
+               f"{canvas}.getBoundingClientRect().x + 71, clientY: "
+               f"{canvas}.getBoundingClientRect().y + 4}})); 1")  # fmt: skip
+    assert "layer 00, step 0: 0.1" in chrome.text("[data-layers=policy] .value")
+    chrome.run(f"{canvas}.dispatchEvent(new MouseEvent('click', {{clientX: "
+               f"{canvas}.getBoundingClientRect().right - 2, clientY: "
+               f"{canvas}.getBoundingClientRect().y + 4}})); 1")  # fmt: skip
+    assert "step=59" in chrome.run("location.hash")
+    assert_quiet(chrome, out)
 
 
 def write_timeline(folder: Path, step: int) -> None:
@@ -406,6 +437,26 @@ def test_the_time_of_a_step_adds_up():
     assert sum(causes.values()) == pytest.approx(1.0)
     colocated = {"perf/step_s": 2.0, "time/generate": 1.5, "time/engine_idle_tail": 1.0}
     assert causes_of(colocated)["generate"] == 0.5
+
+
+def test_the_layers_of_a_model_are_in_its_order_and_those_that_grew_most_are_named():
+    norms: dict[str, list[float | None]] = {
+        "10": [1.0, 2.0, 6.0],
+        "head": [4.0, None, 2.0],
+        "02": [0.0, 1.0, 5.0],
+        "embedding": [None, None, 3.0],
+    }
+    columns = {f"policy/grad_norm_layer/{layer}": own for layer, own in norms.items()}
+    columns |= {"value/grad_norm_layer/00": [2.0, 2.0, 1.0], "policy/grad_norm": [1.0] * 3}
+    found = layer_norms({"steps": [0, 10, 20], "columns": columns})
+    layers = [layer for layer, _ in found["policy"]["layers"]]
+    assert layers == ["embedding", "02", "10", "head"]
+    assert found["policy"]["layers"][1] == ("02", "policy/grad_norm_layer/02")
+    assert found["policy"]["text"].endswith(": layer 10 (6 times), layer 02 (5 times).")
+    assert found["value"]["text"].startswith("No layer's gradient norm grew from the first tenth")
+    assert layer_norms({"steps": [0], "columns": {}}) == {}
+    (once,) = layer_norms({"steps": [0], "columns": {"prm/grad_norm_layer/00": [1.0]}}).values()
+    assert once["text"] == ""
 
 
 def test_the_vendored_library_is_the_published_one():

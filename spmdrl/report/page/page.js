@@ -21,7 +21,7 @@ const CAUSE_TEXTS = {
 const PRESETS = {
   learning: /^(reward\/(mean|std|zero)|eval\/reward$|policy\/(loss|entropy|kl_ref|clip_frac|advantage)|rollout\/(response_length$|truncated)|value\/loss|preference\/(accuracy|margin)|reward_model\/accuracy)/,
   "engine against trainer": /^(policy\/(mismatch|correction|staleness|carried|rollout_ratio|kl_rollout)|sync\/probe)/,
-  gradients: /grad_norm|policy\/(lr|skipped|loss_scale)|norm/,
+  gradients: /norm(?!_layer\/)|policy\/(lr|skipped|loss_scale)/,
   time: /^(time\/|perf\/)/,
   memory: /^mem\//,
   evaluation: /^eval\//,
@@ -485,7 +485,68 @@ function drawCurves(main) {
   main.append(h("p", { className: "small pale" }, `${names.length} of ${metricNames().length} metrics. ` +
     "A click marks a step, a drag zooms, a double click zooms out."));
   if (!names.length) main.append(h("p", {}, metricNames().length ? "No metric has these words." : "No metric was recorded yet."));
+  if (state.preset === "gradients" && !words.length)
+    for (const i of shownRuns())
+      for (const [model, own] of Object.entries(DATA.runs[i].layer_norms)) main.append(layerMap(i, model, own));
   main.append(h("div", { className: "charts" }, names.map((name) => metricPanel(name))));
+}
+
+const VIRIDIS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
+
+/** Return a color between the first of VIRIDIS (0) and the last (1). */
+function viridis(share) {
+  const at = share * (VIRIDIS.length - 1);
+  const from = Math.min(Math.floor(at), VIRIDIS.length - 2);
+  return `rgb(${VIRIDIS[from].map((c, k) => Math.round(c + (at - from) * (VIRIDIS[from + 1][k] - c))).join()})`;
+}
+
+/** Draw a model's gradient norms, layer by step, in colors on a logarithmic scale. A click marks a step. */
+function layerMap(run, model, { layers, text }) {
+  const { steps, columns } = training(run);
+  const rows = layers.map(([, name]) => columns[name]);
+  const at = steps.map((_, k) => k).filter((k) => rows.some((row) => row[k] > 0));
+  if (!at.length) return "";
+  const all = rows.flatMap((row) => row.filter((v) => v > 0));
+  const low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
+  const value = h("div", { className: "value small" }, "Point at the map for a value.");
+  const plot = h("div", { className: "plot" });
+  const panel = h("div", { className: "chart", data: { layers: model } },
+    h("h3", {}, dot(run), visible(`gradient norm by layer, ${model}`)), text ? h("div", { className: "say" }, text) : null, value, plot,
+    h("div", { className: "small pale" }, `${num(low, 3)} `, h("span", { className: "bar", style: { width: "9em", background: `linear-gradient(90deg, ${VIRIDIS.map((c, k) => viridis(k / (VIRIDIS.length - 1))).join()})` } }),
+      ` ${num(high, 3)}, logarithmic; empty: 0 or not recorded`));
+  whenSeen(panel, () => {
+    const left = 70, line = Math.max(4, Math.min(16, Math.floor(420 / rows.length)));
+    const width = plot.clientWidth || 800, height = rows.length * line + 18, sharp = devicePixelRatio || 1;
+    const count = Math.min(at.length, Math.floor(width - left)), cell = (width - left) / count;
+    const bins = Array.from({ length: count }, (_, b) => at.slice(Math.floor((b * at.length) / count), Math.floor(((b + 1) * at.length) / count)));
+    const norm = (row, bin) => { const own = bin.map((k) => row[k]).filter((v) => v > 0); return own.length ? mean(own) : null; };
+    const canvas = h("canvas", { width: width * sharp, height: height * sharp, style: { width: `${width}px`, height: `${height}px` }, role: "img", "aria-label": `gradient norms of ${rows.length} layers over ${at.length} steps` });
+    const pen = canvas.getContext("2d");
+    pen.scale(sharp, sharp);
+    pen.font = "11px system-ui, sans-serif";
+    rows.forEach((row, r) => bins.forEach((bin, b) => {
+      const own = norm(row, bin);
+      if (own === null) return;
+      pen.fillStyle = viridis(Math.log(own / low) / (Math.log(high / low) || 1));
+      pen.fillRect(left + b * cell, r * line, cell + 0.5, line);
+    }));
+    pen.fillStyle = css("--pale");
+    for (let r = 0; r < rows.length; r += Math.ceil(11 / line)) pen.fillText(layers[r][0], 0, r * line + Math.min(line, 11));
+    pen.fillText(`step ${steps[at[0]]}`, left, height - 4);
+    pen.textAlign = "right";
+    if (count > 1) pen.fillText(String(steps[at[at.length - 1]]), width, height - 4);
+    const under = (event) => {
+      const bin = bins[Math.floor((event.offsetX - left) / cell)], r = Math.floor(event.offsetY / line);
+      return bin && rows[r] ? [bin, r] : [null, 0];
+    };
+    canvas.addEventListener("mousemove", (event) => {
+      const [bin, r] = under(event);
+      if (bin) value.textContent = `layer ${layers[r][0]}, step ${steps[bin[0]]}: ${num(norm(rows[r], bin))}`;
+    });
+    canvas.addEventListener("click", (event) => { const [bin] = under(event); if (bin) change({ step: String(steps[bin[0]]) }); });
+    plot.append(canvas);
+  });
+  return panel;
 }
 
 // ------------------------------------------------------------------ a step

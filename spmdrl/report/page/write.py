@@ -34,6 +34,7 @@ from spmdrl.report.page.folder import (
     step_times,
     time_sentence,
 )
+from spmdrl.report.page.layer_norms import layer_norms
 from spmdrl.report.page.timelines import newest_steps, timeline_chunk
 from spmdrl.run_folder import rename, write_file
 
@@ -146,6 +147,7 @@ class RunPage:
             "steps": cfg.steps if cfg else 0,
             "tables": tables,
             "times": step_times(tables["training"]),
+            "layer_norms": layer_norms(tables["training"]),
             "sentence": time_sentence(folder, cfg, notes),
             "evaluations": evaluated,
             "forecast": forecast_of(tables["evaluation"]),
