@@ -218,14 +218,17 @@ def _sentence(
     """Return what going on would give."""
     now = next(value for at, value, *_ in drawn if at >= last)
     _, then, low, high = drawn[-1]
-    text = (
+    if interval[1] - interval[0] > now - drawn[0][1]:
+        return (
+            f"The evaluations do not say yet what going on would give: the curve's ceiling is "
+            f"between {interval[0]:.3f} and {interval[1]:.3f} (95%), which is wider than the whole "
+            "rise so far."
+        )
+    return (
         f"Going on from {_amount(last)} to {_amount(2 * last)} {unit} would change held-out reward "
         f"from {now:.3f} to {then:.3f} (95%: {low:.3f} to {high:.3f}); the curve's ceiling is "
-        f"{ceiling:.3f} (95%: {interval[0]:.3f} to {interval[1]:.3f})"
+        f"{ceiling:.3f} (95%: {interval[0]:.3f} to {interval[1]:.3f})."
     )
-    if interval[1] - interval[0] > now - drawn[0][1]:
-        text += ", an interval wider than the whole rise so far: the ceiling is a guess"
-    return text + "."
 
 
 def _amount(x: float) -> str:
