@@ -269,15 +269,18 @@ def _delta_rule_of_chunks(
     solved = torch.linalg.solve_triangular(system, own, upper=False, unitriangular=True)
     written, answered = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
     attended = query @ key.mT * between
+    # Unbound, and not chunk by chunk: the gradient of each slice would be as large as the whole.
     read = query * from_start[..., None]
     kept = (key * between[..., -1, :, None]).mT
     whole = from_start[..., -1, None, None]
     state = query.new_zeros(query.shape[0], query.shape[-1], value.shape[-1])
     outputs = []
-    for chunk in range(query.shape[1]):
-        new = written[:, chunk] - answered[:, chunk] @ state
-        outputs.append(read[:, chunk] @ state + attended[:, chunk] @ new)
-        state = state * whole[:, chunk] + kept[:, chunk] @ new
+    for own_written, own_answered, own_read, own_attended, own_whole, own_kept in zip(
+        *(x.unbind(1) for x in (written, answered, read, attended, whole, kept))
+    ):
+        new = own_written - own_answered @ state
+        outputs.append(own_read @ state + own_attended @ new)
+        state = state * own_whole + own_kept @ new
     return chunks.joined(torch.stack(outputs, dim=1))
 
 
@@ -368,9 +371,9 @@ def _scan_of_chunks(
     whole = from_start[..., -1, None, None]
     state = torch.zeros_like(written[:, 0])
     states = []
-    for chunk in range(written.shape[1]):
+    for own_written, own_whole in zip(written.unbind(1), whole.unbind(1)):
         states.append(state)
-        state = state * whole[:, chunk] + written[:, chunk]
+        state = state * own_whole + own_written
     before = (C * from_start[..., None]) @ torch.stack(states, dim=1)
     return chunks.joined(inside + before)
 
