@@ -204,6 +204,22 @@ def test_the_timeline_of_a_step_says_who_waited_for_whom(chrome, run):
 
 
 @needs_chromium
+def test_the_time_outside_of_all_phases_is_on_the_timeline(chrome, run):
+    write_timeline(run, 40)
+    path = run / "timeline" / "rank_1.jsonl"
+    path.write_text(path.read_text().replace('["generate", 0.0, 1.0', '["generate", 0.9, 0.1'))
+    out = shown(chrome, run, place="tab=step&step=40")
+    chrome.wait("document.querySelector('#timeline svg')")
+    text = chrome.text("#timeline")
+    assert "outside of all phases on rank 1 72%" in text
+    assert "for rank 1, which was outside of all phases" in text
+    assert chrome.run("document.querySelectorAll('#timeline rect.outside').length") == 1
+    told = chrome.run("document.querySelector('#timeline rect.outside title').textContent")
+    assert told.startswith("rank 1: 0.9 s") and "your own code in train.py" in told
+    assert_quiet(chrome, out)
+
+
+@needs_chromium
 def test_rollouts_show_tokens_with_their_numbers_by_mouse_and_keyboard(chrome, run, monkeypatch):
     decode = (lambda ids: "".join(f"<{token}>" for token in ids), None)
     monkeypatch.setattr(GroupReader, "_decoder", decode)
@@ -213,8 +229,8 @@ def test_rollouts_show_tokens_with_their_numbers_by_mouse_and_keyboard(chrome, r
     sample = "[data-sample='1'] pre"
     assert chrome.text(sample) == "<1><2><9><3>"
     colors = f'[...document.querySelectorAll("{sample} span")].map((s) => s.style.background)'
-    strong, again, read, last = chrome.run(colors)
-    assert strong == again == last != "" and read == ""
+    pushed = [float(color.split(",")[-1][:-1]) for color in chrome.run(colors) if color]
+    assert pushed[1] > pushed[0] > pushed[2] > 0.2  # logprobs -2, -0.5, -1/3
     chrome.run(f'document.querySelector("{sample}").focus()')
     for _ in range(2):
         chrome.key("ArrowRight")
@@ -223,11 +239,11 @@ def test_rollouts_show_tokens_with_their_numbers_by_mouse_and_keyboard(chrome, r
     assert "version 1" in told and "advantage 2.2" in told
     chrome.key("ArrowRight")
     assert "read, not sampled" in chrome.text("#token")
-    chrome.run("{const s = document.querySelector('[data-keep=color]'); s.value = 'push';"
+    chrome.run("{const s = document.querySelector('[data-keep=color]'); s.value = 'advantage';"
                "s.dispatchEvent(new Event('change')); 1}")  # fmt: skip
     chrome.wait("document.querySelector('details')?.open")
-    pushed = [float(color.split(",")[-1][:-1]) for color in chrome.run(colors) if color]
-    assert pushed[1] > pushed[0] > pushed[2]  # logprobs -2, -0.5, -1/3
+    strong, again, read, last = chrome.run(colors)
+    assert strong == again == last != "" and read == ""
     chrome.go("tab=rollouts&step=40&least=3")
     chrome.wait("document.querySelectorAll('details').length === 2")
     chrome.go("tab=rollouts&step=33")
@@ -236,11 +252,37 @@ def test_rollouts_show_tokens_with_their_numbers_by_mouse_and_keyboard(chrome, r
 
 
 @needs_chromium
+def test_a_step_without_rollouts_stays_chosen_and_leads_to_the_nearest(chrome, run):
+    out = shown(chrome, run, place="tab=rollouts&step=40")
+    box = "document.querySelector('[data-keep=step]')"
+    chrome.run(f"{box}.value = 33; {box}.dispatchEvent(new Event('change')); 1")
+    assert "step=33" in chrome.run("location.hash")
+    assert "The rollouts of step 33 are not on the page; these are of step 40" in chrome.text()
+    chrome.click("#tab-step")
+    assert "Timeline of step 33" in chrome.text()
+    assert "The nearest step that has them: rollouts of step 40" in chrome.text("#to-rollouts")
+    chrome.click("#to-rollouts button")
+    assert "tab=rollouts&step=40" in chrome.run("location.hash")
+    assert_quiet(chrome, out)
+
+
+@needs_chromium
+def test_the_bars_of_steps_say_their_numbers(chrome, run):
+    shown(chrome, run, place="tab=step&step=40")
+    chrome.wait("plots.length")
+    chrome.run("plots[0].setCursor({left: plots[0].valToPos(7, 'x'), top: 10}); 1")
+    chrome.settle()
+    found = chrome.text(".chart .value")
+    assert found.startswith("step 7: 1 s; ") and "tail 0.25" in found
+
+
+@needs_chromium
 def test_all_steps_are_searched_for_a_text(chrome, run):
     out = shown(chrome, run, place="tab=rollouts&text=%3Cb%3E")
     buttons = "[...document.querySelectorAll('button')]"
     chrome.run(f"{buttons}.find((b) => /search all/.test(b.innerText)).click()")
     chrome.wait("/2 of 2 steps searched, 8 responses/.test(document.body.innerText)")
+    assert chrome.text("tbody td:nth-child(6)") == "what is <0>?"
     chrome.click("tbody button")
     chrome.wait("document.querySelector('details mark')")
     assert "step=20" in chrome.run("location.hash")

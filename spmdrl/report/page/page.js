@@ -13,9 +13,9 @@ const CAUSE_COLORS = {
 const CAUSE_TEXTS = {
   generate: "engines sample", tail: "the last, long responses", reward: "rewards are computed",
   environment: "environments or agents work", exchange: "rollouts go to the trainers",
-  annotate: "columns for loss and advantage", update: "update", push: "weights are pushed",
+  annotate: "columns for loss and advantage", update: "trainers compute gradients and step", push: "weights are pushed",
   peers: "other ranks are late", evaluate: "evaluation", save: "checkpoint",
-  report: "certificate", other: "outside of the named phases", sampling: "sampling",
+  report: "certificate", other: "outside of all phases: your own code in train.py, the report, ...", sampling: "engines draw tokens",
   replicas: "another replica samples",
 };
 const PRESETS = {
@@ -144,7 +144,7 @@ function runningMean(values, window) {
 
 const FIELDS = {
   tab: "overview", run: "0", step: "", search: "", preset: "learning", smooth: "10", x: "step",
-  log: "", color: "advantage", order: "group", text: "", least: "", most: "", row: "", group: "", only: "", settings: "", differs: "", order2: "change", theme: "",
+  log: "", color: "push", order: "group", text: "", least: "", most: "", row: "", group: "", only: "", settings: "", differs: "", order2: "change", theme: "",
 };
 const state = { ...FIELDS, hidden: new Set() };
 
@@ -266,15 +266,17 @@ function tick(text, field) {
     onchange: (e) => change({ [field]: e.target.checked ? "1" : "" }) }), ` ${text}`));
 }
 
-function stepControls(steps, step) {
+/** Return the step of a list that is nearest to one. */
+const nearest = (steps, asked) => steps.reduce((a, b) => (Math.abs(b - asked) < Math.abs(a - asked) ? b : a));
+
+/** Return the controls that choose a step of a list; a number may be typed of any step of `all`. */
+function stepControls(steps, step, all = steps) {
   const at = steps.indexOf(step);
   const go = (to) => change({ step: String(steps[Math.max(0, Math.min(steps.length - 1, to))]) });
   return h("span", { className: "row" },
     h("button", { onclick: () => go(at - 1), title: "step before", "aria-label": "step before", data: { keep: "before" } }, "\u2190"),
     labelled("step", h("input", { type: "number", value: step, min: steps[0], max: steps[steps.length - 1], data: { keep: "step" },
-      onchange: (e) => { const asked = Number(e.target.value);
-        const nearest = steps.reduce((a, b) => (Math.abs(b - asked) < Math.abs(a - asked) ? b : a));
-        change({ step: String(nearest) }); } })),
+      onchange: (e) => change({ step: String(nearest(all, Number(e.target.value))) }) })),
     h("button", { onclick: () => go(at + 1), title: "next step", "aria-label": "next step", data: { keep: "next" } }, "\u2192"),
     h("input", { type: "range", min: 0, max: steps.length - 1, value: at, "aria-label": "step", data: { keep: "range" },
       style: { width: "18em" }, onchange: (e) => go(Number(e.target.value)) }));
@@ -395,7 +397,8 @@ function markStep(u) {
 function stackedBars(steps, byCause, { height = 220 } = {}) {
   const causes = Object.keys(byCause);
   const plot = h("div", { className: "plot" });
-  const panel = h("div", { className: "chart" }, legend(causes), plot);
+  const value = h("div", { className: "value small" }, "Point at a bar for its numbers.");
+  const panel = h("div", { className: "chart" }, legend(causes), value, plot);
   whenSeen(panel, () => {
     const width = plot.clientWidth || 800;
     const per = Math.max(1, Math.ceil(steps.length / Math.max(50, width / 4)));
@@ -403,12 +406,19 @@ function stackedBars(steps, byCause, { height = 220 } = {}) {
     for (let at = 0; at < steps.length; at += per) bins.push([at, Math.min(steps.length, at + per)]);
     const sums = bins.map(() => 0);
     const stacked = causes.map((cause) => bins.map(([a, b], k) => (sums[k] += mean(byCause[cause].slice(a, b)))));
+    const tell = (u) => {
+      const at = u.cursor.idx;
+      if (at === null || at === undefined) return;
+      const [a, b] = bins[at];
+      const own = causes.map((cause) => [cause, mean(byCause[cause].slice(a, b))]).filter(([, s]) => s > 0).sort((x, y) => y[1] - x[1]);
+      value.textContent = `${b - a > 1 ? `steps ${steps[a]} to ${steps[b - 1]}` : `step ${steps[a]}`}: ${num(sums[at], 3)} s; ` + own.map(([cause, s]) => `${cause} ${num(s, 3)}`).join(", ");
+    };
     const bars = uPlot.paths.bars({ size: [0.92, 60], align: 0 });
     const series = causes.map((cause) => ({ fill: CAUSE_COLORS[cause] || "#999", stroke: CAUSE_COLORS[cause] || "#999", width: 0, paths: bars, points: { show: false } }));
     const chart = new uPlot({
       width, height, legend: { show: false }, axes: axes(), series: [{}, ...series.reverse()],
       scales: { x: { time: false, range: (u, low, high) => [low - 0.7 * per, high + 0.7 * per] }, y: { range: (u, low, high) => [0, high * 1.05 || 1] } },
-      cursor: { drag: { x: true, y: false } }, hooks: { draw: [markStep] },
+      cursor: { drag: { x: true, y: false } }, hooks: { draw: [markStep], setCursor: [tell] },
     }, [bins.map(([a]) => steps[a]), ...stacked.slice().reverse()], plot);
     chart.over.addEventListener("click", () => { if (chart.cursor.idx !== null) change({ step: String(chart.data[0][chart.cursor.idx]) }); });
     plots.push(chart);
@@ -419,7 +429,7 @@ function stackedBars(steps, byCause, { height = 220 } = {}) {
 
 function legend(causes) {
   return h("div", { className: "row small" }, causes.map((cause) =>
-    h("span", { title: CAUSE_TEXTS[cause] || cause }, h("span", { className: "dot", style: { background: CAUSE_COLORS[cause] || "#999", borderRadius: "2px" } }), cause)));
+    h("span", { title: CAUSE_TEXTS[cause] || cause }, h("span", { className: "dot", style: { background: CAUSE_COLORS[cause] || "#999", borderRadius: "2px" } }), cause === "other" ? "outside of all phases" : cause)));
 }
 
 // ------------------------------------------------------------------ overview
@@ -574,10 +584,11 @@ function drawStep(main) {
   if (Object.keys(run.times.engines).length)
     main.append(h("h2", {}, "Seconds of each step of the engines: sampling, and idle by cause"), stackedBars(steps, run.times.engines, { height: 170 }));
   main.append(h("h2", {}, `What changed at step ${step}?`), changes(steps, columns, at));
-  const recorded = run.rollouts.includes(step);
-  main.append(h("p", {}, recorded
-    ? h("button", { onclick: () => change({ tab: "rollouts" }) }, `rollouts of step ${step}`)
-    : h("span", { className: "pale" }, run.rollouts.length ? "The rollouts of this step are not on the page." : "")));
+  if (run.rollouts.length) {
+    const near = nearest(run.rollouts, step);
+    main.append(h("p", { id: "to-rollouts" }, near === step ? "" : "The rollouts of this step are not on the page. The nearest step that has them: ",
+      h("button", { onclick: () => change({ tab: "rollouts", step: String(near) }) }, `rollouts of step ${near}`)));
+  }
   return timeline;
 }
 
@@ -615,21 +626,36 @@ async function drawTimeline(place, run, step) {
   const total = chunk.path.reduce((sum, [, , , seconds]) => sum + seconds, 0);
   const byPhase = new Map();
   for (const [rank, name, , seconds] of chunk.path) {
-    const key = `${visible(name)} on rank ${rank}`;
+    const key = `${phaseText(name)} on rank ${rank}`;
     byPhase.set(key, (byPhase.get(key) || 0) + seconds);
   }
   const largest = [...byPhase].sort((a, b) => b[1] - a[1]).slice(0, 4).filter(([, s]) => s > 0.01 * total);
   place.append(h("div", { className: "say" },
     `Critical path, ${num(total, 3)} s: ` +
-      largest.map(([key, seconds]) => `${key} ${percent(seconds / (total || 1))}`).join(", ") + ". Nothing else would make the step shorter.",
+      largest.map(([key, seconds]) => `${key} ${percent(seconds / (total || 1))}`).join(", ") + ". Only a faster phase on this path makes the step shorter.",
     chunk.waits.length ? h("div", {}, `The longest wait: ${waitText(chunk.waits[0])}.`) : null));
-  place.append(legend([...new Set(chunk.ranks.flatMap((r) => r[5].map((s) => causeOf(s[0]))))]),
+  const causes = new Set(chunk.ranks.flatMap((r) => r[5].map((s) => causeOf(s[0]))));
+  if (chunk.ranks.some((r) => outsideOf(r).length)) causes.add("other");
+  place.append(legend([...causes]),
     timelineRows(chunk, 64), waitsTable(chunk.waits));
 }
 
+/** Return the stretches of a rank, [[begin, end]], in which it was in no phase; `line` is one of the chunk's `ranks`. */
+function outsideOf([, , , offset, , spans]) {
+  const stretches = [];
+  let at = offset;
+  for (const [, begin, seconds] of spans) {
+    if (begin - at > 1e-3) stretches.push([at, begin]);
+    at = Math.max(at, begin + seconds);
+  }
+  return stretches;
+}
+
+const inPhase = (name) => (name === "other" ? "outside of all phases" : `in ${visible(name)}`);
+const phaseText = (name) => (name === "other" ? "outside of all phases" : visible(name));
 const causeOf = (name) => (CAUSE_COLORS[name] ? name : PHASE_CAUSES[name] || "other");
 const waitText = ([name, rank, other, , seconds, doing]) =>
-  `rank ${rank} waited ${num(seconds, 3)} s in ${visible(name)} for rank ${other}, which was in ${visible(doing)}`;
+  `rank ${rank} waited ${num(seconds, 3)} s in ${visible(name)} for rank ${other}, which was ${inPhase(doing)}`;
 
 /** Draw a row for each rank: its phases, nested ones inside; striped where it waited; underlined on the critical path. */
 function timelineRows(chunk, most) {
@@ -656,6 +682,8 @@ function timelineRows(chunk, most) {
     const label = svg("text", { x: 0, y: y + 15 }, `rank ${rank}`, replica >= 0 ? ` (engine ${replica})` : " (trainer)");
     label.append(svg("title", {}, `${visible(host)}${leftOut ? `; ${leftOut} spans were not recorded` : ""}`));
     parts.push(label);
+    for (const [begin, stop] of outsideOf(shown[k]))
+      parts.push(rect(begin, stop, y, 22, CAUSE_COLORS.other, `rank ${rank}: ${num(stop - begin, 3)} s from ${num(begin, 4)} s ${CAUSE_TEXTS.other}`, { stroke: css("--pale"), "stroke-width": 0.5, class: "outside" }));
     const open = [];
     for (const [name, begin, seconds, waits] of spans) {
       while (open.length && open[open.length - 1] <= begin + 1e-9) open.pop();
@@ -679,7 +707,7 @@ function timelineRows(chunk, most) {
     }
   }
   for (const [rank, name, begin, seconds] of chunk.path)
-    if (rows.has(rank)) parts.push(rect(begin, begin + seconds, 20 + rows.get(rank) * line + 24, 4, css("--text"), `critical path: ${visible(name)} on rank ${rank}, ${num(seconds, 3)} s`));
+    if (rows.has(rank)) parts.push(rect(begin, begin + seconds, 20 + rows.get(rank) * line + 24, 4, css("--text"), `critical path: ${phaseText(name)} on rank ${rank}, ${num(seconds, 3)} s`));
   place.append(svg("svg", { width, height: 26 + shown.length * line, role: "img", "aria-label": "timeline of the ranks" }, parts),
     h("p", { className: "small pale" }, "Striped: the rank waits for another one; the dot is at the rank that entered last. Black line below: the critical path."));
   if (chunk.ranks.length > most)
@@ -689,9 +717,9 @@ function timelineRows(chunk, most) {
 
 function waitsTable(waits) {
   if (!waits.length) return h("p", { className: "pale" }, "No rank waited for another one, or one rank alone recorded the step.");
-  return h("table", {}, h("thead", {}, h("tr", {}, ["rank", "waited, s", "in", "for rank", "which was in"].map((t) => h("th", { className: t.endsWith("in") ? "text" : "" }, t)))),
+  return h("table", {}, h("thead", {}, h("tr", {}, ["rank", "waited, s", "in", "for rank", "which was"].map((t) => h("th", { className: ["in", "which was"].includes(t) ? "text" : "" }, t)))),
     h("tbody", {}, waits.slice(0, 12).map(([name, rank, other, , seconds, doing]) => h("tr", {}, h("td", {}, String(rank)), h("td", {}, num(seconds, 3)),
-      h("td", { className: "text" }, visible(name)), h("td", {}, String(other)), h("td", { className: "text" }, visible(doing))))));
+      h("td", { className: "text" }, visible(name)), h("td", {}, String(other)), h("td", { className: "text" }, inPhase(doing))))));
 }
 
 /** Return the metrics that changed most at a step, against the ten steps before. */
@@ -726,13 +754,13 @@ async function drawRollouts(main) {
     return;
   }
   const asked = state.step === "" ? run.rollouts[run.rollouts.length - 1] : Number(state.step);
-  const step = run.rollouts.reduce((a, b) => (Math.abs(b - asked) < Math.abs(a - asked) ? b : a));
+  const step = nearest(run.rollouts, asked);
   const list = h("div", { id: "groups" });
   let chunk = null;
   const again = () => { if (chunk) showGroups(list, chunk); };
   main.append(
-    h("div", { className: "row" }, runSelect(), stepControls(run.rollouts, step),
-      choice("color", "color", [["advantage", "advantage"], ["push", "advantage x (1 - probability)"], ["probability", "probability"], ["version", "policy version"]], { onchange: again }),
+    h("div", { className: "row" }, runSelect(), stepControls(run.rollouts, step, [...run.rollouts, ...training(i).steps]),
+      choice("color", "color", [["push", "pushed up or down: advantage x (1 - probability)"], ["advantage", "advantage"], ["probability", "probability"], ["version", "policy version"]], { onchange: again }),
       choice("order", "order", [["group", "group"], ["low", "lowest reward"], ["high", "highest reward"], ["spread", "largest spread"], ["length", "longest"]], { onchange: again })),
     h("div", { className: "row" },
       searchBox("text", "text of prompt or response", { onchange: again }),
@@ -914,8 +942,8 @@ function tokenNumbers(sample) {
 function paint(logprob, version, newest, oldest, advantage, largest) {
   const share = largest ? Math.abs(advantage || 0) / largest : 0;
   const hue = (advantage || 0) < 0 ? "--down" : "--up";
-  if (state.color === "advantage") return [hue, share];
-  if (state.color === "push") return [hue, share * (1 - Math.exp(logprob ?? 0))];
+  if (state.color === "advantage") return [hue, Math.sqrt(share)];
+  if (state.color === "push") return [hue, Math.sqrt(share * (1 - Math.exp(logprob ?? 0)))]; // the root: small ones can be seen
   if (state.color === "version") return ["--version", newest > oldest ? (newest - version) / (newest - oldest) : 0];
   return ["--unlikely", (logprob ?? 0) / -5];
 }
@@ -1007,7 +1035,7 @@ async function searchAll(list, run) {
   const turn = drawing;
   const found = h("tbody", {});
   const status = h("p", { className: "small pale", role: "status" });
-  list.replaceChildren(status, h("table", {}, h("thead", {}, h("tr", {}, ["step", "group", "data row", "sample", "reward", "response"].map((t) => h("th", { className: t === "response" ? "text" : "" }, t)))), found));
+  list.replaceChildren(status, h("table", {}, h("thead", {}, h("tr", {}, ["step", "group", "data row", "sample", "reward", "prompt", "response"].map((t) => h("th", { className: ["prompt", "response"].includes(t) ? "text" : "" }, t)))), found));
   let count = 0, done = 0;
   for (const step of DATA.runs[run].rollouts) {
     const chunk = await part(`rollouts-${run}-${step}`).catch(() => null);
@@ -1021,6 +1049,7 @@ async function searchAll(list, run) {
         if (count > 500) continue;
         found.append(h("tr", {}, h("td", {}, h("button", { onclick: () => change({ step: String(step), row: String(group.row + 1) }) }, String(step))),
           h("td", {}, String(group.group)), h("td", {}, String(group.row + 1)), h("td", {}, String(sample.sample)), h("td", {}, num(sample.reward)),
+          h("td", { className: "text" }, visible(promptText(group).slice(0, 160))),
           h("td", { className: "text" }, visible(textOf(sample, chunk).slice(0, 160)))));
       }
     status.textContent = `${done} of ${DATA.runs[run].rollouts.length} steps searched, ${count} responses pass` + (count > 500 ? "; the first 500 are listed" : "");
@@ -1161,7 +1190,7 @@ function settingsTable(title, names, values, shown, defaults) {
     h("div", { className: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "name"), shown.map((i) => h("th", { className: "text" }, dot(i), visible(DATA.runs[i].name))), defaults ? h("th", { className: "text" }, "default") : null)),
       h("tbody", {}, rows.map((name) => { const own = values.map((one) => one[name]);
         const differs = shown.length > 1 ? own.some((v) => v !== own[0]) : defaults && own[0] !== defaults[name];
-        return h("tr", { className: differs ? "differs" : "" }, h("td", {}, visible(name)), own.map((v) => h("td", { className: "text" }, v === undefined ? "\u2013" : visible(v))),
+        return h("tr", { className: differs ? "differs" : "" }, h("td", { className: "key" }, visible(name)), own.map((v) => h("td", { className: "text" }, v === undefined ? "\u2013" : visible(v))),
           defaults ? h("td", { className: "text pale" }, defaults[name] === undefined ? "" : visible(defaults[name])) : null); })))));
 }
 
