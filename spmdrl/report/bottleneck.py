@@ -49,6 +49,8 @@ _WHAT = {
     "save": "saving checkpoints",
     OTHER: "work outside of all phases",
 }
+MEAN_STEPS = 50
+"""Steps over which a run's time is explained: its newest ones."""
 _OF_CAUSE = {phase: cause for cause, phases in CAUSES.items() for phase in phases}
 
 
@@ -90,19 +92,51 @@ def explain_run(folder: Path, cfg: Config, *, newest_bytes: int = 0) -> str:
     Returns: empty without a timeline, or if nothing was measured.
     Raises: as `read_timeline` and `read_rows`.
     """
-    steps = read_timeline(folder, newest_bytes=newest_bytes)
-    most = max(map(len, steps), default=0)
-    steps = [ranks for ranks in steps if len(ranks) == most]  # of others, some lines are cut off
-    if not steps:
-        return ""
-    first = steps[0][0].step
-    last = steps[-1][0].step
+    steps = _complete(read_timeline(folder, newest_bytes=newest_bytes))[-MEAN_STEPS:]
     path = folder / "metrics.jsonl"
     # A step may also have the row of an evaluation.
-    rows = read_rows(path, newest=2 * len(steps)) if path.exists() else []
-    rows = [row for row in rows if first <= row["step"] <= last]
-    sentence = bottleneck(step_causes(steps, rows), cfg)
-    return f"steps {first} to {last}: {sentence}" if sentence else ""
+    rows = read_rows(path, newest=2 * len(steps)) if steps and path.exists() else []
+    return explain(causes_by_step(steps, rows), cfg)
+
+
+def causes_by_step(
+    steps: Sequence[Sequence[RankStep]], rows: Sequence[Mapping[str, Any]] = ()
+) -> dict[int, dict[str, float]]:
+    """Return {step: `step_causes` of it} of the steps that all ranks recorded, in order.
+
+    Args:
+        steps: of the timeline, as `read_timeline` returns them.
+        rows: of metrics.jsonl.
+    """
+    rows_of: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        rows_of.setdefault(row["step"], []).append(row)
+    return {
+        ranks[0].step: step_causes([ranks], rows_of.get(ranks[0].step, ()))
+        for ranks in _complete(steps)
+    }
+
+
+def _complete(steps: Sequence[Sequence[RankStep]]) -> list[Sequence[RankStep]]:
+    """Return the steps of which no rank's line is cut off."""
+    most = max(map(len, steps), default=0)
+    return [ranks for ranks in steps if len(ranks) == most]
+
+
+def explain(causes: Mapping[int, Mapping[str, float]], cfg: Config) -> str:
+    """Return a sentence on the mean of the newest MEAN_STEPS steps; see `bottleneck`.
+
+    Args:
+        causes: of `causes_by_step`.
+        cfg: of the run.
+    Returns: empty if nothing was measured.
+    """
+    newest = [*causes][-MEAN_STEPS:]
+    if not newest:
+        return ""
+    means = {name: sum(causes[step][name] for step in newest) / len(newest) for name in CAUSES}
+    sentence = bottleneck(means, cfg)
+    return f"mean of steps {newest[0]} to {newest[-1]}: {sentence}" if sentence else ""
 
 
 def bottleneck(seconds: Mapping[str, float], cfg: Config) -> str:

@@ -7,7 +7,17 @@ import re
 import pytest
 
 from spmdrl.config.tree import sections, settings
-from spmdrl.report.bottleneck import _ADVICE, CAUSES, advice, bottleneck, explain_run, step_causes
+from spmdrl.report.bottleneck import (
+    _ADVICE,
+    CAUSES,
+    MEAN_STEPS,
+    advice,
+    bottleneck,
+    causes_by_step,
+    explain,
+    explain_run,
+    step_causes,
+)
 from spmdrl.report.timeline_writer import PHASES, clean_name
 from tests.helpers.built import made
 from tests.helpers.report_world import config, record_steps, reporting
@@ -41,6 +51,15 @@ def test_the_tail_is_the_share_of_drawing_that_the_metrics_give():
     found = step_causes([step_of_two()], [row, {"step": 1, "eval/reward": 0.5}, row])
     assert found["tail"] == pytest.approx(5 * 0.2) and found["generate"] == pytest.approx(4)
     assert found["reward"] == pytest.approx(2)
+
+
+def test_a_run_is_explained_by_the_mean_of_its_newest_complete_steps():
+    timeline = [step_of_two(step) for step in range(MEAN_STEPS + 10)]
+    causes = causes_by_step([*timeline, step_of_two(90)[:1]])
+    assert [*causes] == [*range(MEAN_STEPS + 10)]
+    causes[9] = seconds(save=1e9)
+    assert explain(causes, made()).startswith("mean of steps 10 to 59: a step takes 8.75 s, and ")
+    assert explain({}, made()) == ""
 
 
 @pytest.mark.parametrize(
@@ -108,7 +127,7 @@ def test_a_run_says_at_its_end_what_its_steps_spent_time_on(tmp_path, capsys):
             report._timeline.write(step)
         record_steps(report, 0, 3)
     out = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"steps 0 to 2: a step takes \S+ s, and \d+% of it .* try ", out)
+    assert re.search(r"mean of steps 0 to 2: a step takes \S+ s, and \d+% of it .* try ", out)
     assert explain_run(tmp_path, config(tmp_path)) in out
 
 

@@ -196,7 +196,7 @@ def test_the_timeline_of_a_step_says_who_waited_for_whom(chrome, run):
     assert "rank 0 waited 0.6 s in await_peers for rank 1, which was in generate" in text
     striped = "document.querySelectorAll('#timeline rect[fill=\"url(#waits)\"]').length"
     assert chrome.run(striped) == 1
-    assert "steps 40 to 40: " in chrome.text("#main")
+    assert "mean of steps 40 to 40: " in chrome.text("#main")
     assert "sampling" in chrome.text(".say")
     chrome.go("tab=step&step=41")
     assert "not on the page" in chrome.text("#timeline")
@@ -212,6 +212,9 @@ def test_the_time_outside_of_all_phases_is_on_the_timeline(chrome, run):
     chrome.wait("document.querySelector('#timeline svg')")
     text = chrome.text("#timeline")
     assert "outside of all phases on rank 1 72%" in text
+    table = re.sub(r"\s+", " ", chrome.text("#main").split("along its critical path")[-1])
+    assert "mean of steps 40 to 40, s" in table and re.search(r"other .{0,70} 0.9 72%", table)
+    assert "72% of it (0.9 s) is work outside of all phases" in chrome.text(".say")
     assert "for rank 1, which was outside of all phases" in text
     assert chrome.run("document.querySelectorAll('#timeline rect.outside').length") == 1
     told = chrome.run("document.querySelector('#timeline rect.outside title').textContent")

@@ -15,10 +15,10 @@ from spmdrl.config.files import load_yaml
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.journal import Journal, Row
-from spmdrl.report.bottleneck import explain_run
+from spmdrl.report.bottleneck import MEAN_STEPS, causes_by_step
 from spmdrl.report.forecast import forecast
 from spmdrl.report.page.step_time import causes_of, engine_causes_of
-from spmdrl.report.timeline import FOLDER
+from spmdrl.report.timeline import RankStep
 from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.value_forms import is_number
 
@@ -28,7 +28,6 @@ _BROKEN = (OSError, Refusal, KeyError, TypeError, ValueError, AttributeError, In
 _DIGITS = 7
 _MOST_PROBLEMS = 5000
 _MOST_NOTES = 50
-_NEWEST_BYTES = 2**20  # of each rank's timeline, for the sentence on it
 _NOT_METRICS = ("step", "unix_s")
 
 
@@ -143,30 +142,50 @@ def rounded(value: Any) -> float | None:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def step_times(training: Mapping[str, Any]) -> dict[str, Any]:
+def path_causes(
+    timeline: Sequence[Sequence[RankStep]], training: Mapping[str, Any]
+) -> dict[int, dict[str, float]]:
+    """Return {step: seconds by cause along its critical path}.
+
+    Args:
+        timeline: its steps.
+        training: see `metric_tables`.
+    """
+    rows = [{"step": step, **row} for step, row in zip(training["steps"], _rows(training))]
+    return causes_by_step(timeline, rows)
+
+
+def step_times(
+    training: Mapping[str, Any], path: Mapping[int, Mapping[str, float]]
+) -> dict[str, Any]:
     """Return where the time of steps goes.
 
     Args:
         training: see `metric_tables`.
+        path: see `path_causes`.
     Returns:
-        `steps`: {cause: seconds of each step} of rank 0; `engines`: the same of the engines.
+        `steps`: {cause: seconds of each step} of rank 0; `engines`: the same of the engines;
+        `path`: the same along the critical path of the steps `path_steps`; `mean_steps`: the number
+        of newest steps over which means are.
     """
-    count = len(training["steps"])
-    rows = [
-        {name: values[i] for name, values in training["columns"].items() if values[i] is not None}
-        for i in range(count)
-    ]
+    rows = _rows(training)
     own = [causes_of(row) for row in rows]
     engines = [engine_causes_of(row) for row in rows]
-    return {"steps": _by_cause(own), "engines": _by_cause(engines)}
+    return {
+        "steps": _by_cause(own),
+        "engines": _by_cause(engines),
+        "path": _by_cause([*path.values()]),
+        "path_steps": [*path],
+        "mean_steps": MEAN_STEPS,
+    }
 
 
-def time_sentence(folder: Path, cfg: Config | None, notes: Notes) -> str:
-    """Return what took most of the last steps and what to try; empty without a timeline."""
-    if cfg is None or not (folder / FOLDER).is_dir():
-        return ""
-    explain = partial(explain_run, folder, cfg, newest_bytes=_NEWEST_BYTES)
-    return notes.attempt("what takes a step's time is not known", explain) or ""
+def _rows(training: Mapping[str, Any]) -> list[dict[str, float]]:
+    columns = training["columns"].items()
+    return [
+        {name: values[i] for name, values in columns if values[i] is not None}
+        for i in range(len(training["steps"]))
+    ]
 
 
 def _by_cause(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

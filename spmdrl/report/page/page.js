@@ -573,14 +573,21 @@ function drawStep(main) {
   const at = steps.indexOf(step);
   main.append(h("div", { className: "row" }, runSelect(), stepControls(steps, step)));
   if (run.sentence) main.append(h("div", { className: "say" }, run.sentence));
-  main.append(h("h2", {}, "Seconds of each step on rank 0, by cause"), stackedBars(steps, run.times.steps));
+  const { path, path_steps: pathSteps, mean_steps: count } = run.times;
+  if (pathSteps.length) main.append(h("h2", {}, "Seconds of each step along its critical path, by cause"), stackedBars(pathSteps, path));
+  if (pathSteps.length < steps.length)
+    main.append(h("h2", {}, "Seconds of each step on rank 0, by cause"),
+      pathSteps.length ? h("p", { className: "small pale" }, "The timelines of some steps are not on the page; this is what rank 0 alone measured.") : "",
+      stackedBars(steps, run.times.steps));
   const place = h("div", { id: "timeline" });
   main.append(h("h2", {}, `Timeline of step ${step}`), place);
   const timeline = drawTimeline(place, i, step);
   main.append(h("div", { className: "row", style: { alignItems: "flex-start", gap: "1.5em" } },
-    h("div", {}, h("h3", {}, `Step ${step}: rank 0`), causeTable(run.times.steps, at)),
+    pathSteps.includes(step)
+      ? h("div", {}, h("h3", {}, `Step ${step}: along its critical path`), causeTable(pathSteps, path, pathSteps.indexOf(step), count))
+      : h("div", {}, h("h3", {}, `Step ${step}: rank 0`), causeTable(steps, run.times.steps, at, count)),
     Object.keys(run.times.engines).length
-      ? h("div", {}, h("h3", {}, `Step ${step}: engines (mean over replicas)`), causeTable(run.times.engines, at)) : null));
+      ? h("div", {}, h("h3", {}, `Step ${step}: engines (mean over replicas)`), causeTable(steps, run.times.engines, at, count)) : null));
   if (Object.keys(run.times.engines).length)
     main.append(h("h2", {}, "Seconds of each step of the engines: sampling, and idle by cause"), stackedBars(steps, run.times.engines, { height: 170 }));
   main.append(h("h2", {}, `What changed at step ${step}?`), changes(steps, columns, at));
@@ -592,11 +599,13 @@ function drawStep(main) {
   return timeline;
 }
 
-function causeTable(byCause, at) {
+/** Return a table of a step's seconds by cause, and of their means over the last `count` steps. */
+function causeTable(steps, byCause, at, count) {
+  const newest = steps.slice(-count);
   const causes = Object.keys(byCause);
   const total = causes.reduce((sum, cause) => sum + byCause[cause][at], 0);
-  const rows = causes.map((cause) => [cause, byCause[cause][at], mean(byCause[cause].slice(-50))]).sort((a, b) => b[1] - a[1]);
-  return h("table", {}, h("thead", {}, h("tr", {}, ["cause", "s", "share", "", "mean of 50, s"].map((text) => h("th", {}, text)))),
+  const rows = causes.map((cause) => [cause, byCause[cause][at], mean(byCause[cause].slice(-count))]).sort((a, b) => b[1] - a[1]);
+  return h("table", {}, h("thead", {}, h("tr", {}, ["cause", "s", "share", "", `mean of steps ${newest[0]} to ${newest[newest.length - 1]}, s`].map((text) => h("th", {}, text)))),
     h("tbody", {}, rows.map(([cause, seconds, usual]) => h("tr", {},
       h("td", { title: CAUSE_TEXTS[cause] || "" }, h("span", { className: "dot", style: { background: CAUSE_COLORS[cause] || "#999", borderRadius: "2px" } }), cause,
         h("span", { className: "pale small" }, `  ${CAUSE_TEXTS[cause] || ""}`)),

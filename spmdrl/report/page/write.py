@@ -22,6 +22,7 @@ import jinja2
 
 from spmdrl.config import Config
 from spmdrl.imports import attempt, version_text
+from spmdrl.report.bottleneck import explain
 from spmdrl.report.glossary import GLOSSARY
 from spmdrl.report.page.folder import (
     Notes,
@@ -31,11 +32,12 @@ from spmdrl.report.page.folder import (
     evaluations,
     forecast_of,
     metric_tables,
+    path_causes,
     step_times,
-    time_sentence,
 )
 from spmdrl.report.page.layer_norms import layer_norms
 from spmdrl.report.page.timelines import newest_steps, timeline_chunk
+from spmdrl.report.timeline import RankStep
 from spmdrl.run_folder import rename, write_file
 
 if TYPE_CHECKING:
@@ -136,7 +138,11 @@ class RunPage:
         evaluated, problems = evaluations(folder, notes)
         parts = {f"problems-{number}": packed(problems)} if evaluated else {}
         rollouts = self._rollouts(folder, notes, budgets["rollouts"])
-        timeline = self._timeline(folder, notes, budgets["timeline"])
+        by_step = self._ranks(folder, notes)
+        timeline = self._timeline(folder, by_step, budgets["timeline"])
+        what = "what takes a step's time is not known"
+        training = tables["training"]
+        path = notes.attempt(what, lambda: path_causes([*by_step.values()], training)) or {}
         for kind, own in (("rollouts", rollouts), ("timeline", timeline)):
             parts |= {f"{kind}-{number}-{step}": part for step, part in own.items()}
         run = {
@@ -146,9 +152,9 @@ class RunPage:
             "environment": environment_values(folder, notes),
             "steps": cfg.steps if cfg else 0,
             "tables": tables,
-            "times": step_times(tables["training"]),
-            "layer_norms": layer_norms(tables["training"]),
-            "sentence": time_sentence(folder, cfg, notes),
+            "times": step_times(training, path),
+            "layer_norms": layer_norms(training),
+            "sentence": explain(path, cfg) if cfg else "",
             "evaluations": evaluated,
             "forecast": forecast_of(tables["evaluation"]),
             "rollouts": sorted(rollouts),
@@ -192,8 +198,8 @@ class RunPage:
                 found[step] = self._packed[key]
         return found
 
-    def _timeline(self, folder: Path, notes: Notes, budget: _Budget) -> dict[int, str]:
-        """Return the parts of the steps that ranks recorded, by step."""
+    def _ranks(self, folder: Path, notes: Notes) -> dict[int, list[RankStep]]:
+        """Return {step: what its ranks did}, of the newest steps that fit."""
         what = "the timeline is not shown"
         most = int(self.limits.mib * _MIB)
         read = notes.attempt(what, lambda: newest_steps(folder, most_bytes=most))
@@ -204,6 +210,12 @@ class RunPage:
             notes.add(
                 f"the timeline has more than {self.limits.mib:g} MiB: its newest steps are shown"
             )
+        return by_step
+
+    def _timeline(
+        self, folder: Path, by_step: dict[int, list[RankStep]], budget: _Budget
+    ) -> dict[int, str]:
+        """Return the parts of the steps that ranks recorded, by step."""
         found = {}
         for step in budget.steps([*by_step]):
             ranks = by_step[step]
