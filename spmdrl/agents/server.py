@@ -75,6 +75,8 @@ _IDLE_PER_AGENT = 16
 _IDLE_OF_JUDGE = 1024
 """The same, of reward functions that ask a judge."""
 _LOOK_S = 1.0
+_LOOKS = 3
+"""A connection is idle if it has no request for so many looks."""
 _END_TOKENS = 32
 """Tokens at the end of a prompt among which a template may begin reasoning."""
 _STREAM = web.RequestKey("stream", EventStream)
@@ -165,6 +167,7 @@ class GatewayServer:
         self._encoder = ThreadPoolExecutor(max_workers=1)
         self._has_ended = asyncio.Event()
         self._busy: set[Any] = set()  # connections with a request under way
+        self._idle_looks: dict[Any, int] = {}  # by connection, looks at which it had none
 
     async def serve(self) -> None:
         """Serve until the leader closes the link."""
@@ -182,8 +185,17 @@ class GatewayServer:
                 await asyncio.wait_for(self._has_ended.wait(), _LOOK_S)
 
     def _close_idle(self, server: web.Server) -> None:
-        """Close the oldest idle connections if there are too many: each takes a descriptor."""
-        idle = [own for own in server.connections if own not in self._busy]
+        """Close the oldest idle connections if there are too many: each takes a descriptor.
+
+        The request of a new connection may be on its way. So only those count that were idle at
+        each of the last looks.
+        """
+        self._idle_looks = {
+            own: self._idle_looks.get(own, 0) + 1
+            for own in server.connections
+            if own not in self._busy
+        }
+        idle = [own for own, looks in self._idle_looks.items() if looks > _LOOKS]
         most = _IDLE_PER_AGENT * self._cfg.agents_at_once
         if self._cfg.rewards.judge.is_on:
             most += _IDLE_OF_JUDGE
