@@ -143,6 +143,21 @@ def test_a_step_shows_where_its_time_goes_and_what_changed(chrome, run):
 
 
 @needs_chromium
+def test_the_overview_links_to_the_largest_change_that_lasts(chrome, run):
+    rows = metrics_rows(rewards_fall_at=25)
+    for row in rows:
+        if "perf/step_s" in row and row["step"] in (20, 40):
+            row["perf/step_s"] = 9.0
+    write_metrics(run, rows)
+    out = shown(chrome, run)
+    assert re.search(r"reward/mean fell from 0\.\d+ to 0\.1 at step 25", chrome.text(".findings"))
+    assert "perf/step_s" not in chrome.text(".findings")  # single long steps: evaluations
+    chrome.click(".findings button")
+    assert "What changed at step 25?" in chrome.text()
+    assert_quiet(chrome, out)
+
+
+@needs_chromium
 def test_gradient_norms_by_layer_are_a_map_over_steps(chrome, run):
     rows = metrics_rows()
     for row in rows:

@@ -470,6 +470,7 @@ function runCard(i) {
   return h("section", {},
     h("h2", {}, dot(i), visible(run.name), h("span", { className: "pale small" }, ` ${visible(run.path)}`)),
     h("div", {}, facts.join("; ") || "No step was recorded yet."),
+    findings(i),
     run.sentence ? h("div", { className: "say" }, run.sentence) : null,
     run.forecast && run.forecast.curve.length ? h("div", { className: "say" }, run.forecast.text) : null,
     run.notes.map((note) => h("div", { className: "note" }, visible(note))));
@@ -731,22 +732,56 @@ function waitsTable(waits) {
       h("td", { className: "text" }, visible(name)), h("td", {}, String(other)), h("td", { className: "text" }, inPhase(doing))))));
 }
 
+/** Return how a metric changed at a step: the mean of the ten values before, of three from it on, and the difference in spreads. */
+function changeAt(values, at) {
+  const earlier = known(values.slice(Math.max(0, at - 10), at)), now = known(values.slice(at, at + 3));
+  if (earlier.length < 3 || !now.length) return null;
+  const before = mean(earlier), here = mean(now);
+  return { before, here, spreads: Math.abs(here - before) / (spreadOf(earlier) + 0.01 * Math.abs(before) + 1e-12) };
+}
+
+/** Return the largest change of a metric that lasted, with its step's place `at`; null if there is none. A few odd steps are no change. */
+function largestChange(values) {
+  const median = (own) => own.sort((a, b) => a - b)[Math.floor(own.length / 2)];
+  const size = (change) => Math.abs(change.here - change.before);
+  let largest = null;
+  for (let at = 3; at + 5 <= values.length; at++) {
+    const change = changeAt(values, at);
+    if (!change || change.spreads < 3 || (largest && size(change) <= size(largest))) continue;
+    const earlier = known(values.slice(Math.max(0, at - 10), at)), later = known(values.slice(at, at + 10));
+    if (later.length < 5) continue;
+    const lasting = (median(later) - median(earlier)) / (change.here - change.before);
+    if (lasting > 0.5) largest = { ...change, at };
+  }
+  while (largest && largest.at > 3) { // back to where it began
+    const earlier = changeAt(values, largest.at - 1);
+    if (!earlier || (earlier.here - earlier.before) / (largest.here - largest.before) < 0.8) break;
+    largest = { ...earlier, at: largest.at - 1 };
+  }
+  return largest;
+}
+
+/** Return a link for the largest change of each of a run's main metrics; null if none changed. */
+function findings(i) {
+  const { steps, columns } = training(i);
+  const found = ["reward/mean", "perf/step_s"].map((name) => [name, largestChange(columns[name] || [])]).filter(([, change]) => change);
+  if (!found.length) return null;
+  return h("div", { className: "row findings" }, "Largest changes:", found.map(([name, { before, here, at }]) =>
+    h("button", { title: "what changed at this step", onclick: () => change({ tab: "step", run: String(i), step: String(steps[at]) }) },
+      `${name} ${here < before ? "fell" : "rose"} from ${num(before, 2)} to ${num(here, 2)} at step ${steps[at]}`)));
+}
+
 /** Return the metrics that changed most at a step, against the ten steps before. */
 function changes(steps, columns, at) {
-  const before = [Math.max(0, at - 10), at];
   if (at < 3) return h("p", { className: "pale" }, "There are too few earlier steps to compare with.");
   const rows = [];
   for (const [name, values] of Object.entries(columns)) {
-    const earlier = known(values.slice(...before)), now = known(values.slice(at, at + 3));
-    if (earlier.length < 3 || !now.length) continue;
-    const usual = mean(earlier), here = mean(now);
-    const spread = Math.sqrt(mean(earlier.map((v) => (v - usual) ** 2)));
-    const times = Math.abs(here - usual) / (spread + 0.01 * Math.abs(usual) + 1e-12);
-    rows.push([name, usual, here, times]);
+    const own = changeAt(values, at);
+    if (own) rows.push([name, own.before, own.here, own.spreads]);
   }
   rows.sort((a, b) => b[3] - a[3]);
   return h("div", {}, h("p", { className: "small pale" },
-    `Mean of steps ${steps[at]} to ${steps[Math.min(steps.length - 1, at + 2)]} against the ${at - before[0]} steps before, in units of their spread; largest first.`),
+    `Mean of steps ${steps[at]} to ${steps[Math.min(steps.length - 1, at + 2)]} against the ${Math.min(at, 10)} steps before, in units of their spread; largest first.`),
     h("table", {}, h("thead", {}, h("tr", {}, ["metric", "before", "now", "spreads"].map((t) => h("th", {}, t)))),
       h("tbody", {}, rows.slice(0, 12).map(([name, usual, here, times]) => h("tr", { title: meaning(name)[1] },
         h("td", {}, visible(name), h("span", { className: "small pale" }, ` ${meaning(name)[0]}`)), h("td", {}, num(usual)), h("td", {}, num(here)), h("td", {}, num(times, 2)))))));
