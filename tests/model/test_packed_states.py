@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
@@ -21,7 +22,9 @@ from spmdrl.model.attention.packed_states import (
     with_packed_states,
 )
 from spmdrl.model.attention.packing import make_packing
+from spmdrl.model.parallel.row_slices import Slicing, make_slice
 from spmdrl.model.parallel.state_exchange import StateRow
+from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 63, 2, 64, 400, 3, 65, 1, 130)
@@ -173,3 +176,47 @@ def test_kernels_get_the_boundaries_of_sequences(family, monkeypatch):
     monkeypatch.setattr(packed_states, "_has_kernel", lambda package, x: True)
     assert with_packed_states(layer, lambda: row)(torch.randn(1, 5, 64)).shape == (1, 5, 64)
     assert seen == ["convolution", "state"]
+
+
+def _gaps_of_parts() -> dict[tuple[str, str], float]:
+    """Return how far outputs and gradients of parts of the tokens are from those of the row."""
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    tokens = torch.arange(190)
+    slicing = Slicing(group, rank, size, is_padded=False)
+    part = make_slice(tokens, (37, 1, 143, 9), scored=torch.tensor([1]), slicing=slicing)
+    places = {
+        "cp": (part.rows, StateRow.of(part.packing, None)),
+        "tp": (
+            torch.arange(part.row_length).chunk(size)[rank],
+            StateRow.of(part.packing.whole, group),
+        ),
+    }
+    gaps = {}
+    for family in ("qwen3_next", "mamba2"):
+        layer = layer_of(family)
+        states = torch.randn(1, part.row_length, 64)
+        direction = torch.randn(1, part.row_length, 64)
+        forward = with_packed_states(layer, lambda: StateRow(part.packing.whole))
+        whole = _with_gradients(layer, forward, states, direction)
+        for kind, (at, row) in places.items():
+            forward = with_packed_states(layer, lambda row=row: row)
+            own = _with_gradients(layer, forward, states.detach()[:, at], direction[:, at])
+            for name, value in own.items():
+                if name in ("output", "states"):
+                    expected = whole[name][:, at]
+                else:
+                    dist.all_reduce(value)
+                    expected = whole[name]
+                gap = float((value - expected).abs().max() / whole[name].abs().max())
+                gaps[family, kind] = max(gap, gaps.get((family, kind), 0.0))
+    dist.destroy_process_group()
+    return gaps
+
+
+@pytest.mark.parametrize("size", [2, 3])  # of four heads: a rank has two, or all
+def test_ranks_with_a_part_of_the_tokens_compute_the_whole_row(size):
+    for gaps in run_ranks(size, _gaps_of_parts):
+        assert len(gaps) == 4 and max(gaps.values()) < 1e-5, gaps
