@@ -40,7 +40,12 @@ CHUNK = 64
 
 def supports_packed_states(mixer: nn.Module) -> bool:
     """Return whether a layer mixes tokens by the functions of this file alone."""
-    forward = inspect.unwrap(type(mixer).forward)
+    return _is_supported(type(mixer).forward)
+
+
+@cache
+def _is_supported(forward: Any) -> bool:
+    forward = inspect.unwrap(forward)
     if not isinstance(forward, FunctionType) or forward.__closure__:
         return False
     own = {
