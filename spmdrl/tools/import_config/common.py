@@ -29,6 +29,14 @@ def steps_of(theirs: Theirs, *, epochs: float, prompts: int) -> int | None:
     return int(epochs * (theirs.rows // prompts)) if theirs.rows else None
 
 
+def set_steps(ours: Ours, steps: int | None, *, epochs: float) -> None:
+    """Set the number of steps, or ask for the rows that decide it where `steps` is None."""
+    if steps is None:
+        ours.ask("steps", f"{epochs:g} epochs of an unknown number of rows: give --rows")
+    else:
+        ours.set(steps=steps)
+
+
 def schedule_of(ours: Ours, kind: str, *, min_lr_frac: float) -> None:
     """Set the shape of the learning rate."""
     own = {

@@ -11,6 +11,7 @@ from spmdrl.tools.import_config.common import (
     clips_of,
     correction_of,
     schedule_of,
+    set_steps,
     steps_of,
 )
 from spmdrl.tools.import_config.translation import Ours, Rule, Theirs
@@ -73,12 +74,7 @@ def _steps(theirs: Theirs) -> int | None:
 
 
 def _set_steps(theirs: Theirs, ours: Ours) -> None:
-    steps = _steps(theirs)
-    if steps is None:
-        epochs = theirs["num_train_epochs"]
-        ours.ask("steps", f"{epochs:g} epochs of an unknown number of rows: give --rows")
-    else:
-        ours.set(steps=steps)
+    set_steps(ours, _steps(theirs), epochs=theirs["num_train_epochs"])
 
 
 def _schedule(theirs: Theirs, ours: Ours) -> None:

@@ -10,6 +10,7 @@ from spmdrl.tools.import_config.common import (
     correction_of,
     schedule_of,
     set_kl,
+    set_steps,
     steps_of,
 )
 from spmdrl.tools.import_config.translation import Ours, Rule, Theirs
@@ -55,12 +56,7 @@ def _steps(theirs: Theirs) -> int | None:
 
 
 def _set_steps(theirs: Theirs, ours: Ours) -> None:
-    steps = _steps(theirs)
-    if steps is None:
-        epochs = theirs["trainer.total_epochs"]
-        ours.ask("steps", f"{epochs} epochs of an unknown number of rows: give --rows")
-    else:
-        ours.set(steps=steps)
+    set_steps(ours, _steps(theirs), epochs=theirs["trainer.total_epochs"])
 
 
 def _has_megatron(theirs: Theirs) -> bool:
