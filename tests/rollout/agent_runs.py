@@ -330,6 +330,22 @@ class _Pool:
         pass
 
 
+def world_of(cfg: Config, *, is_updated: Callable[[int], bool]) -> Any:
+    """Return the world of the one rank of the one replica."""
+    return SimpleNamespace(
+        cfg=cfg,
+        rank=0,
+        inference_ranks=[0],
+        inference_tp_rank=0,
+        is_inference=True,
+        replica=0,
+        num_replicas=1,
+        watch=_Watch(),
+        tokens_per_microbatch=cfg.batch.tokens_per_microbatch,
+        is_updated=is_updated,
+    )
+
+
 class _Watch:
     """Names no waits."""
 
@@ -422,18 +438,7 @@ class Runs:
         )
         self._monkeypatch.setattr(sampled_source, "Gateway", lambda *_: result.agents)
         updates = random.Random(late)
-        world: Any = SimpleNamespace(
-            cfg=cfg,
-            rank=0,
-            inference_ranks=[0],
-            inference_tp_rank=0,
-            is_inference=True,
-            replica=0,
-            num_replicas=1,
-            watch=_Watch(),
-            tokens_per_microbatch=cfg.batch.tokens_per_microbatch,
-            is_updated=lambda version: updates.random() < 0.1,
-        )
+        world = world_of(cfg, is_updated=lambda version: updates.random() < 0.1)
         source = SampledSource(cfg, world, tokenizer=load_tokenizer(cfg))
         with contextlib.suppress(Killed):
             engine.weights_changed(step)

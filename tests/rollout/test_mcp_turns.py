@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rollout.sampled_source import SampledSource
 from tests.helpers.drawn import completion
-from tests.rollout.agent_runs import Engine, _Watch, config_of
+from tests.rollout.agent_runs import Engine, config_of, world_of
 
 SERVER = [sys.executable, str(Path(__file__).parents[1] / "environments" / "mcp_server.py")]
 CALL = '<tool_call>{"name": "power", "arguments": {"base": %d}}</tool_call>'
@@ -59,18 +58,7 @@ def test_a_run_calls_the_tools_of_an_mcp_server(chat_model, tmp_path):
         ),
     )
     tokenizer = load_tokenizer(cfg)
-    world: Any = SimpleNamespace(
-        cfg=cfg,
-        rank=0,
-        inference_ranks=[0],
-        inference_tp_rank=0,
-        is_inference=True,
-        replica=0,
-        num_replicas=1,
-        watch=_Watch(),
-        tokens_per_microbatch=cfg.batch.tokens_per_microbatch,
-        is_updated=lambda version: False,
-    )
+    world = world_of(cfg, is_updated=lambda version: False)
     source = SampledSource(cfg, world, tokenizer=tokenizer)
     try:
         engine: Any = Caller(tokenizer)
