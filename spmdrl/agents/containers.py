@@ -21,13 +21,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from spmdrl.agents import relay
+from spmdrl.agents.messages import HOST
 from spmdrl.config.generation import ContainerSettings
 from spmdrl.errors import Refusal
 
 FIELD = "rollout.agent_container"
 SHARED = "/spmdrl"
 """The folder in a container that holds the files of its episode."""
-_HOST = "127.0.0.1"
 _PROGRAMS = ("docker", "podman")
 _PORT = 8317
 """Where a container without the machine's network finds the gateway."""
@@ -39,7 +39,7 @@ _SWEEP_S = 30.0
 _TAIL_CHARS = 500
 _TRIAL = (
     "import socket, sys; "
-    f"own = socket.create_connection(({_HOST!r}, {_PORT}), 30); "
+    f"own = socket.create_connection(({HOST!r}, {_PORT}), 30); "
     "sys.exit(own.recv(1) != b'+')"
 )
 # The end of the pipe is the end of the process that holds it. Removing may take several tries: a
@@ -128,10 +128,10 @@ class Container:
         if self._has_host_network:
             return base_url
         address = urlsplit(base_url)
-        place = (_HOST, address.port or 0)
+        place = (HOST, address.port or 0)
         ends = (self.listen(shared), lambda: socket.create_connection(place))
         threading.Thread(target=relay.relay, args=ends, daemon=True).start()
-        return f"http://{_HOST}:{_PORT}{address.path}"
+        return f"http://{HOST}:{_PORT}{address.path}"
 
     def command(
         self, command: Sequence[str], *, shared: Path, variables: Sequence[str]

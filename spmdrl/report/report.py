@@ -315,7 +315,7 @@ class Report:
     def write_page(self) -> None:
         """Write the run's page on rank 0; other ranks do nothing. Nobody waits for it.
 
-        A page that cannot be written is said, and does not fail the run.
+        The run does not fail if it cannot be written: the console says why.
         """
         if self.rank != 0:
             return
