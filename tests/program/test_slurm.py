@@ -181,7 +181,7 @@ import os, time
 from spmdrl.errors import Refusal
 from spmdrl.world.leaving import report_end
 is_first = os.environ["SLURM_PROCID"] == "0"
-os._exit(ended(Refusal("of no use"), None) if is_first else time.sleep(1000))
+os._exit(report_end(Refusal("of no use"), None) if is_first else time.sleep(1000))
 """
 
 
