@@ -43,7 +43,7 @@ def train(cfg: Config, world: rl.World) -> int:
     state = checkpoints.restore(trainer, source)  # all: step 0, or where the run goes on
     proved = prove(trainer, stream, source, step=state.step)  # all
     certificate = rl.Certificate(cfg, world, trainer, step=state.step, aside=report.attempt_folder)
-    report.start(proved, step=state.step, certify=certificate.add)
+    report.start(proved, step=state.step, certify=certificate.add, trainer=trainer)
     evaluated = rl.evaluate(source, engine, trainer, step=state.step)  # all: if it is due
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # the metric of checkpoint.keep is measured

@@ -45,7 +45,7 @@ class NullTrainer:
         """Return {}: this rank has no state, no scores and no metrics."""
         return {}
 
-    joined = check_packing = state_dict = scores = update = _nothing
+    joined = check_packing = state_dict = scores = update = watch_logprobs = _nothing
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from spmdrl.data.attachments import Preview
     from spmdrl.rollout.recordings import RecordedSteps
+    from spmdrl.rollout.trained_tokens import TrainedWith
 
 _GROUP = itemgetter("group")
 
@@ -44,8 +45,8 @@ class RecordedResponse:
 
     row: dict[str, Any]
     """All its columns, also those per token."""
-    advantage: float | None
-    """None if it is not known, or for the greedy response."""
+    trained: TrainedWith | None
+    """None if it was not recorded, or for the greedy response."""
     pieces: list[str] | None
     """Text of each token; None without a tokenizer."""
     images: dict[int, Preview | None]
@@ -123,14 +124,8 @@ def summaries(recorded: RecordedSteps, step: int) -> list[Summary]:
     return result
 
 
-def _sequences(
-    recorded: RecordedSteps, step: int, tables: Sequence[pyarrow.Table] = ()
-) -> pyarrow.Table:
-    """Return the sampled sequences of a step in a batch's order, without the columns per token.
-
-    Args:
-        tables: the step's files, if they have been read.
-    """
+def _sequences(recorded: RecordedSteps, step: int) -> pyarrow.Table:
+    """Return the sampled sequences of a step in a batch's order, without the columns per token."""
     import pyarrow
     import pyarrow.compute
 
@@ -138,67 +133,16 @@ def _sequences(
     from spmdrl.rollout.recorder import ORDER, SEQUENCE_COLUMNS
     from spmdrl.rollout.recordings import read_table
 
-    columns = SEQUENCE_COLUMNS
-    own = [table.select(columns) for table in tables]
-    own = own or [read_table(path, columns=columns) for path in recorded.files_of(step)]
-    table = pyarrow.concat_tables(own)
+    files = recorded.files_of(step)
+    table = pyarrow.concat_tables([read_table(path, columns=SEQUENCE_COLUMNS) for path in files])
     table = table.filter(pyarrow.compute.field("sample") != GREEDY)
     return table.sort_by(ORDER)
-
-
-def advantages(
-    recorded: RecordedSteps,
-    step: int,
-    cfg: Config,
-    *,
-    trusts: bool = False,
-    tables: Sequence[pyarrow.Table] = (),
-) -> dict[tuple[int, int], float]:
-    """Compute a step's advantages again, if there is one number per sequence.
-
-    Args:
-        cfg: of the run.
-        trusts: run a user's function that the config names.
-        tables: the step's files, if they have been read.
-    Returns: {(group, sample): advantage}.
-    Raises: Refusal with the reason why they cannot be computed.
-    """
-    import torch
-
-    from spmdrl.algorithms import registry
-    from spmdrl.credit import sequence_advantages
-    from spmdrl.rollout.recordings import read_header, scalars_of
-    from spmdrl.types import Batch
-
-    chosen = cfg.algorithm
-    if read_header(recorded.files_of(step)[0])["is_partial"]:
-        raise Refusal("the rewards of reward models, which trainers add, are not recorded")
-    if ":" in chosen.advantage and not trusts:
-        raise Refusal(
-            f"the run's config.yaml names the code {chosen.advantage} for them; look at it, then "
-            "run it with --trust-run"
-        )
-    method = registry.get("advantage", chosen.advantage)
-    if registry.is_per_token(method):
-        raise Refusal(
-            f"{chosen.advantage} computes one per token, and the columns it needs are not recorded"
-        )
-    if chosen.kl_coef and chosen.kl_in == "reward":
-        raise Refusal("the KL in the rewards, which trainers add, is not recorded")
-    scalars = scalars_of(_sequences(recorded, step, tables))
-    values = sequence_advantages(
-        Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)),
-        method,
-        cfg=cfg,
-    )
-    places = zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist())
-    return dict(zip(places, values.tolist()))
 
 
 class GroupReader:
     """Reads groups of a run's recorded steps; config and tokenizer are loaded once.
 
-    Without the `trust` flags, code that the config names runs only for this user's own runs, see
+    Without `trust_remote_code`, code of a tokenizer runs only for this user's own runs, see
     `own_runs`.
 
     Args:
@@ -206,7 +150,6 @@ class GroupReader:
         tokenizer: folder or hub name; empty: that of the run.
         needs_text: load the tokenizer and decode each token.
         trust_remote_code: run Python code of the tokenizer's folder.
-        trust_run: run a user's advantage function that the run's config names.
     """
 
     def __init__(
@@ -216,18 +159,15 @@ class GroupReader:
         tokenizer: str = "",
         needs_text: bool = False,
         trust_remote_code: bool = False,
-        trust_run: bool = False,
     ):
         self.recorded = recorded
         self._name = tokenizer
         self._needs_text = needs_text
         self._texts: dict[int, str] = {}
         path = recorded.folder.resolve().parent / "config.yaml"
-        cfg, error = attempt(lambda: load_yaml(path))
+        cfg, _ = attempt(lambda: load_yaml(path))
         self._cfg: Config | None = cfg
-        self._config_error = error
         is_yours = cfg is not None and is_own(path)[0]
-        self._trusts_run = trust_run or is_yours
         self._trusts_code = trust_remote_code
         if cfg and is_yours and not tokenizer:
             self._trusts_code |= cfg.model.trust_remote_code
@@ -240,6 +180,7 @@ class GroupReader:
         Raises: Refusal for a step or group that was not recorded, with those that were.
         """
         from spmdrl.rollout.recordings import ranges, read_header, read_table
+        from spmdrl.rollout.trained_tokens import read_trained
 
         recorded = self.recorded
         files = recorded.files_of(step)
@@ -251,8 +192,11 @@ class GroupReader:
                 f"step {step} of {recorded.folder} has no group {group}; it has groups "
                 f"{ranges(others)}"
             )
-        known, error = self._advantages(step, tables if group is None else ())
-        notes = [f"advantages are not available: {error}"] if error else []
+        notes = []
+        trained = recorded.trained.get(step, ())
+        if not trained:
+            notes.append("what the trainers did with this step is not recorded: no advantages")
+        known = read_trained(trained, group=group)
         header = read_header(files[0])
         if header["is_partial"]:
             notes.append("rewards do not include those of reward models, and are not shaped")
@@ -262,18 +206,9 @@ class GroupReader:
             notes += [f"tokens are printed as ids: {error}"] if error else []
         rows.sort(key=itemgetter("group", "sample", "trace"))
         return [
-            View(step, number, header, _answers([*own], known or {}, decode, self._texts), notes)
+            View(step, number, header, _answers([*own], known, decode, self._texts), notes)
             for number, own in groupby(rows, key=_GROUP)
         ]
-
-    def _advantages(
-        self, step: int, tables: Sequence[pyarrow.Table]
-    ) -> tuple[dict[tuple[int, int], float] | None, BaseException | None]:
-        cfg = self._cfg
-        if cfg is None:
-            return None, self._config_error
-        trusts = self._trusts_run
-        return attempt(lambda: advantages(self.recorded, step, cfg, trusts=trusts, tables=tables))
 
     @cached_property
     def _decoder(self) -> tuple[Callable[[list[int]], str], None] | tuple[None, BaseException]:
@@ -283,14 +218,14 @@ class GroupReader:
 
 def _answers(
     rows: list[dict[str, Any]],
-    known: dict[tuple[int, int], float],
+    known: Mapping[tuple[int, ...], TrainedWith],
     decode: Callable[[list[int]], str] | None,
     texts: dict[int, str],
 ) -> list[RecordedResponse]:
     """Return the responses of a group's rows.
 
     Args:
-        known: advantages, {(group, sample): advantage}.
+        known: {(group, sample, trace): what its tokens were trained with}.
         texts: {token: its text}, to which tokens are added.
     """
     from spmdrl.data.attachments import previews_of
@@ -298,7 +233,7 @@ def _answers(
     return [
         RecordedResponse(
             row,
-            known.get((row["group"], row["sample"])),
+            _fitting(known.get((row["group"], row["sample"], row["trace"])), row),
             _pieces(row["tokens"], decode, texts) if decode else None,
             images,
             _prompt(row, images, decode),
@@ -306,6 +241,20 @@ def _answers(
         )
         for row, images, branch in zip(rows, previews_of(rows), branches_of(rows))
     ]
+
+
+def _fitting(trained: TrainedWith | None, row: Mapping[str, Any]) -> TrainedWith | None:
+    """Return what a sequence was trained with. Raises: Refusal if it is not of its tokens."""
+    if trained is None:
+        return None
+    count = sum(row["response_mask"])
+    for values in (trained.advantages, trained.logprobs):
+        if values is not None and len(values) != count:
+            raise Refusal(
+                f"step {row['step']}, group {row['group']}, sample {row['sample']}: {count} tokens "
+                f"were sampled, and {len(values)} trained on; the files are of two attempts"
+            )
+    return trained
 
 
 def _pieces(

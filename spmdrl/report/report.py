@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import spmdrl.report.console as text
 from spmdrl.config import Config, flatten
@@ -37,6 +37,11 @@ from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.types import Advantages, Batch, Sums, add_sums, as_pair
 from spmdrl.world.lost_peers.watch import Ending
 from spmdrl.world.world import World
+
+if TYPE_CHECKING:
+    from spmdrl.roles import NullTrainer
+    from spmdrl.rollout.trained_tokens import TrainedTokens
+    from spmdrl.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class Report:
         self._samples = Samples(cfg, self.console, file=self._samples_file)
         self._trackers = Trackers()
         self._advisor = Advisor(cfg)
+        self._trained: TrainedTokens | None = None
         self._last_at = time.perf_counter()
         world.watch.before_exit.append(self._abandon)
 
@@ -85,6 +91,7 @@ class Report:
         *,
         step: int,
         certify: Callable[[int, Batch, Advantages, Sums], None] | None = None,
+        trainer: Trainer | NullTrainer | None = None,
     ) -> None:
         """Record config, versions and code of the run, and open its metrics at `step`.
 
@@ -97,12 +104,19 @@ class Report:
                 trainer measured. Rows and probe are a row of metrics.jsonl.
             step: steps already done.
             certify: writes a step's line of the certificate, see `Certificate.add`.
+            trainer: of this rank. Under rollout.record, what tokens were trained with is recorded.
         """
         self._certify = certify
         seconds = self._watch.take_seconds()  # else start-up would count as the first step
         if self.rank == 0:
             self._start(step)
             self._show_start(values_of(sums), seconds, step=step)
+        if trainer and self._world.is_dp_leader and self.cfg.rollout.record.every:
+            from spmdrl.rollout.trained_tokens import TrainedTokens
+
+            self._trained = TrainedTokens(self.cfg, self._world)
+            self._trained.begin(step)
+            trainer.watch_logprobs(self._trained.add)
         self._profiler.begin(step)
         self._timeline.start(step)
         self._last_at = time.perf_counter()
@@ -218,6 +232,8 @@ class Report:
         """
         if self._certify is not None:
             self._certify(step, batch, advantages, updated)
+        if self._trained:
+            self._trained.write(step, batch, advantages)
         self._timeline.write(step)
         if self.rank == 0:
             self.record(

@@ -58,13 +58,16 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 
 
 class RecordedFile:
-    """An open file of recorded rollouts.
+    """An open file of recorded rollouts, or of what their tokens were trained with.
 
+    Args:
+        schema: columns that it must have; those of rollouts may be followed by extra columns.
     Raises (on construction): Refusal if the file cannot be read, was changed, or has another form.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, schema: pa.Schema = SCHEMA):
         self.path = path
+        self._schema = schema
         with reading(path):
             file = run_files.opened(path, run_files.RECORDING)
             self._size = file.seek(0, 2)
@@ -92,9 +95,10 @@ class RecordedFile:
             self._header = (metadata.metadata or {}).get(HEADER)
 
     def _check_types(self) -> None:
-        known = {field.name: field.type for field in SCHEMA}
-        for column in column_classes().values():
-            known |= {field.name: field.type for field in column.arrow_fields()}
+        known = {field.name: field.type for field in self._schema}
+        if self._schema is SCHEMA:
+            for column in column_classes().values():
+                known |= {field.name: field.type for field in column.arrow_fields()}
         # pyarrow would read one of the two and say nothing.
         if len({*self.columns}) < len(self.columns):
             raise Refusal(f"{self.path}: two of its columns have one name: {self.columns}")
@@ -105,7 +109,7 @@ class RecordedFile:
                 )
         if unknown := self._types.keys() - known.keys():
             raise Refusal(f"{self.path}: has the column {min(unknown)!r:.60}, which no run records")
-        if missing := {*SCHEMA.names} - self._types.keys():
+        if missing := {*self._schema.names} - self._types.keys():
             raise Refusal(f"{self.path}: has no column {min(missing)}")
 
     def header(self) -> dict[str, Any]:
@@ -123,7 +127,7 @@ class RecordedFile:
 
     def groups_with(self, number: int) -> list[int]:
         """Return the row groups that hold the sequences of one group."""
-        column = SCHEMA.names.index("group")
+        column = self._schema.names.index("group")
         row_groups = []
         for i in range(self.num_groups):
             statistics = self._file.metadata.row_group(i).column(column).statistics

@@ -157,27 +157,36 @@ class Recorder:
             "sums": {n: pair for n, pair in share.sums.items() if not n.startswith(_MEASURED)},
             "samples": share.samples,
         }
-        partial = self.folder / f".{name}.partial"
-        try:
-            table, forms = _table(step, groups, share)
-            _write(partial, table, header | {"columns": forms})
-            self._remove_other_layouts(step)
-            _publish(partial, self.folder / name)
-        except OSError as error:
-            for left in (partial, _draft_of(partial)):
-                attempt(partial_of(remove, left, within=self._within), OSError)
-            raise RunFailed(
-                f"step {step}: its rollouts cannot be recorded as {self.folder / name}: {error}; "
-                "make room and resume, or resume without rollout.record"
-            ) from error
+        table, forms = _table(step, groups, share)
+        publish(self.folder / name, table, header | {"columns": forms})
 
-    def _remove_other_layouts(self, step: int) -> None:
-        """Remove files of this step that an attempt with other replicas wrote."""
-        for path in self.folder.glob(f"step_{step:06d}_replica_*.parquet"):
-            match = FILE_NAME.fullmatch(path.name)
-            if match and int(match[3]) != self.num_replicas:
-                remove(path, within=self._within)
-                remove(digest_file(path), within=self._within)
+
+def publish(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
+    """Write a table, whose rows are sorted by group, as a file in output_dir/rollouts.
+
+    Args:
+        path: named `step_N_KIND_K_of_M.parquet`. Files of this step and kind with another M, of an
+            attempt on another layout, are removed.
+    Raises: RunFailed if it cannot be written; then no part of it is left.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    within = path.parents[1]
+    start, _, count = path.name.rpartition("_of_")
+    kind = start.rpartition("_")[0]
+    try:
+        _write(partial, table, header)
+        for other in path.parent.glob(f"{kind}_*_of_*.parquet"):
+            if other.name.rpartition("_of_")[2] != count:
+                remove(other, within=within)
+                remove(digest_file(other), within=within)
+        _publish(partial, path)
+    except OSError as error:
+        for left in (partial, _draft_of(partial)):
+            attempt(partial_of(remove, left, within=within), OSError)
+        raise RunFailed(
+            f"{path}: the step's rollouts cannot be recorded: {error}; make room and resume, or "
+            "resume without rollout.record"
+        ) from error
 
 
 def digest_file(path: Path) -> Path:

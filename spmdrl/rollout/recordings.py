@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
 from spmdrl.rollout.recorded_tables import VIEW_BYTES, RecordedFile, reading
 from spmdrl.rollout.recorder import FILE_NAME, FOLDER, NUMBERS
+from spmdrl.rollout.trained_tokens import FILE_NAME as TRAINED_NAME
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, join_sums
 
 
@@ -30,6 +32,8 @@ class RecordedSteps:
     folder: Path
     steps: dict[int, tuple[Path, ...]]
     """{step: its files, one per replica}, ascending; only steps with the files of all replicas."""
+    trained: dict[int, tuple[Path, ...]]
+    """{step: files of what its tokens were trained with}, only whole steps."""
 
     def files_of(self, step: int) -> tuple[Path, ...]:
         """Return the files of a step. Raises: Refusal naming the recorded steps."""
@@ -52,25 +56,33 @@ def find_recorded(path: str | Path) -> RecordedSteps:
             f"{path} is not a folder (looked from {Path.cwd()}); name a run's "
             f"output_dir or its folder {FOLDER}"
         )
-    # {(step, number of replicas): {replica: file}}
+    names = sorted(file.name for file in folder.iterdir())
+    steps = _whole_steps(folder, names, FILE_NAME)
+    if not steps:
+        parts = [name for name in names if FILE_NAME.fullmatch(name)]
+        raise Refusal(
+            f"{folder} holds no whole step of recorded rollouts"
+            + (f", only {parts[0]}" if parts else "")
+            + "; a run with rollout.record.every 1 writes them"
+        )
+    return RecordedSteps(folder, steps, _whole_steps(folder, names, TRAINED_NAME))
+
+
+def _whole_steps(
+    folder: Path, names: Sequence[str], pattern: re.Pattern[str]
+) -> dict[int, tuple[Path, ...]]:
+    """Return {step: its files}, ascending, of the steps of which all parts are there."""
+    # {(step, number of parts): {part: file}}
     files_of: dict[tuple[int, int], dict[int, Path]] = defaultdict(dict)
-    for file in sorted(folder.iterdir()):
-        if match := FILE_NAME.fullmatch(file.name):
-            step, replica, count = map(int, match.groups())
-            files_of[step, count][replica] = file
-    steps = {
-        step: tuple(files[replica] for replica in range(count))
+    for name in names:
+        if match := pattern.fullmatch(name):
+            step, part, count = map(int, match.groups())
+            files_of[step, count][part] = folder / name
+    return {
+        step: tuple(files[part] for part in range(count))
         for (step, count), files in sorted(files_of.items())
         if len(files) == count and files.keys() == set(range(count))
     }
-    if not steps:
-        names = [file.name for files in files_of.values() for file in files.values()]
-        raise Refusal(
-            f"{folder} holds no whole step of recorded rollouts"
-            + (f", only {names[0]}" if names else "")
-            + "; a run with rollout.record.every 1 writes them"
-        )
-    return RecordedSteps(folder, steps)
 
 
 def ranges(steps: Collection[int]) -> str:

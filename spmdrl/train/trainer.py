@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -101,6 +101,10 @@ class Trainer:
         if adapters := self.policy.model.adapters:
             folder = model_folder(self.cfg.model.path)
             self._kept["lora"] = AdapterRecord(adapters.form, folder, self.world)
+
+    def watch_logprobs(self, on_logprobs: Callable[[Tensor], None]) -> None:
+        """Have a function called for each micro-batch of an update, see ObjectiveLoss."""
+        self._loss.on_logprobs = on_logprobs
 
     # ---------------------------------------------------------------- state
 

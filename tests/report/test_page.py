@@ -24,7 +24,7 @@ from tests.helpers.browser import Browser, browser, needs_chromium
 from tests.helpers.pages import part_of, parts_of
 from tests.helpers.report_world import config as report_config
 from tests.helpers.report_world import record_steps, reporting
-from tests.rollout.test_record import config_of, group_of, record, record_groups
+from tests.rollout.test_record import config_of, group_of, record, record_groups, record_trained
 from tests.rollout.test_tree import compacted
 
 VENDOR = Path(page_writer.__file__).parent / "vendor"
@@ -74,7 +74,7 @@ def run(tmp_path) -> Path:
     write_metrics(folder, metrics_rows(rewards_fall_at=40))
     cfg = config_of(folder, steps=STEPS, algorithm=dict(advantage="rloo"))
     for step in (20, 40):
-        record(cfg, step, range(4))
+        record_trained(cfg, step, record(cfg, step, range(4)))
     (folder / "config.yaml").write_text(config.dump(cfg))
     (folder / "evaluations").mkdir()
     for step, right in ((0, 0.0), (20, 1.0)):
@@ -255,6 +255,7 @@ def test_rollouts_show_tokens_with_their_numbers_by_mouse_and_keyboard(chrome, r
     told = chrome.text("#token")
     assert "id 2" in told and "logprob -2 nats" in told and "probability 14%" in told
     assert "version 1" in told and "advantage 2.2" in told
+    assert "trainer / engine 0.882" in told  # exp(-GAP)
     chrome.key("ArrowRight")
     assert "read, not sampled" in chrome.text("#token")
     chrome.run("{const s = document.querySelector('[data-keep=color]'); s.value = 'advantage';"
@@ -262,6 +263,10 @@ def test_rollouts_show_tokens_with_their_numbers_by_mouse_and_keyboard(chrome, r
     chrome.wait("document.querySelector('details')?.open")
     strong, again, read, last = chrome.run(colors)
     assert strong == again == last != "" and read == ""
+    chrome.go("tab=rollouts&step=40&row=101&color=ratio")
+    chrome.wait("document.querySelector('details')?.open")
+    ratios = chrome.run(colors)
+    assert ratios[2] == "" and ratios[0] not in ("", strong)  # the trainer's are lower
     chrome.go("tab=rollouts&step=40&least=3")
     chrome.wait("document.querySelectorAll('details').length === 2")
     chrome.go("tab=rollouts&step=33")

@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from spmdrl.check.settings import validate
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.columns import RouterRoutes
 from spmdrl.config import Config
+from spmdrl.credit import per_token, sequence_advantages
 from spmdrl.report.recorded_groups import Branch, branches_of
 from spmdrl.rollout import recorder
 from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group
@@ -30,10 +32,11 @@ from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.recorder import Recorder, digest_line
 from spmdrl.rollout.recordings import find_recorded, ranges, read_header, read_rollouts, read_table
 from spmdrl.rollout.replay_source import ReplaySource, check_recorded
+from spmdrl.rollout.trained_tokens import TrainedTokens, read_trained
 from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.same_run.differences import config_of as config_of_run
 from spmdrl.tools.commands import view as viewer
-from spmdrl.types import Prompt, Rollouts, Scalars
+from spmdrl.types import Advantages, Batch, Microbatch, Prompt, Rollouts, Scalars
 from spmdrl.workers.pool import RewardResult
 from tests.helpers.built import changed, made, refused, small_model
 from tests.helpers.drawn import trajectory
@@ -114,6 +117,32 @@ def record_groups(
     return share
 
 
+GAP = 0.125
+"""Of the trainer's logprobs to the engine's, nats."""
+
+
+def record_trained(cfg: Config, step: int, share: Rollouts) -> Advantages:
+    """Write what the trainers would: advantages of the config, and logprobs lower by GAP."""
+    rows = torch.arange(len(share)).flip(0)  # micro-batches have an order of their own
+    bounds = list(pairwise(share.cu_seqlens.tolist()))
+    order = torch.cat([torch.arange(*bounds[row]) for row in rows])
+    lengths = share.cu_seqlens.diff()[rows]
+    one = Microbatch(
+        **share.at(order).token_fields(),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
+        sequence_ids=rows,
+    )
+    ids = torch.zeros(len(share), dtype=torch.int64)
+    batch = Batch(share.scalars, ((one,),), update_ids=ids)
+    advantages = per_token(batch, sequence_advantages(batch, cfg=cfg))
+    trained = TrainedTokens(cfg, SimpleNamespace(rank=0, dp_size=1, dp_index=lambda rank: 0))
+    trained.begin(step)
+    trained.add(one.rollout_logprobs - GAP)
+    trained.write(step, batch, advantages)
+    return advantages
+
+
 def assert_same_rollouts(a: Rollouts, b: Rollouts) -> None:
     for name in ("tokens", "response_mask", "rollout_logprobs", "policy_versions", "cu_seqlens"):
         left, right = getattr(a, name), getattr(b, name)
@@ -159,6 +188,7 @@ def test_each_trace_of_an_episode_is_a_row_and_the_viewer_counts_episodes(tmp_pa
     cfg = config_of(tmp_path, algorithm=dict(advantage="rloo"))
     (tmp_path / "config.yaml").write_text(config.dump(cfg))
     share = record_groups(cfg, 0, groups)
+    record_trained(cfg, 0, share)
     files = find_recorded(tmp_path).files_of(0)
     assert_same_rollouts(share, read_rollouts(files, part=0, num_parts=1))
     assert len(share) == 12 and len(share.scalars.episodes()) == 8
@@ -220,7 +250,7 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # a write beyond fails
-        with pytest.raises(RuntimeError, match="step 0: its rollouts cannot be .*make room"):
+        with pytest.raises(RuntimeError, match="rollouts cannot be .*make room"):
             record(cfg, 0, range(4))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -363,9 +393,30 @@ def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
     for name in ("rollout/response_length", "policy/mismatch_k3", "policy/grad_norm"):
         assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]], name
     assert not (again / "rollouts").exists()
+    assert_trained_as_measured(live, rows[0])
     header = read_header(find_recorded(live).files_of(2)[0])
     assert header["step"] == 2 and header["config"]["lag"] == 1
     assert header["config"]["model.path"] == str(model)
+
+
+def assert_trained_as_measured(run_folder: Path, rows: list[dict]) -> None:
+    """The recorded tokens give the metrics of their step."""
+    recorded = find_recorded(run_folder)
+    for row in rows:
+        step = row["step"]
+        trained = read_trained(recorded.trained[step], group=None)
+        gaps, signs = [], set()
+        for file in recorded.files_of(step):
+            for one in read_table(file).to_pylist():
+                own = trained.pop((one["group"], one["sample"], one["trace"]))
+                pairs = zip(one["rollout_logprobs"], one["response_mask"])
+                sampled = [logprob for logprob, is_sampled in pairs if is_sampled]
+                gaps += [a - b for a, b in zip(sampled, own.logprobs, strict=True)]
+                assert len(own.advantages) == len(sampled) and len({*own.advantages}) == 1
+                signs.add(own.advantages[0] > 0)
+        assert not trained and signs == {True, False}
+        mean = sum(gaps) / len(gaps)
+        assert mean == pytest.approx(row["policy/mismatch_k1"], rel=1e-3, abs=1e-9)
 
 
 def test_damage_to_a_recorded_file_is_seen(tmp_path):
@@ -457,7 +508,7 @@ def shown(tmp_path) -> Path:
     """A run's folder with two recorded steps and its config."""
     cfg = config_of(tmp_path, algorithm=dict(advantage="rloo"))
     for step in (0, 1):
-        record(cfg, step, range(4), has_greedy=True)
+        record_trained(cfg, step, record(cfg, step, range(4), has_greedy=True))
     (tmp_path / "config.yaml").write_text(config.dump(cfg))
     return tmp_path
 
@@ -480,7 +531,8 @@ def test_the_viewer_lists_steps_groups_and_one_group(shown, capsys):
     assert "right 0, brief 0.2, advantage 2.2, 3 tokens, cut, 2 turns" in out
     assert "tokens are printed as ids: no tokenizer can be loaded from './somewhere'" in out
     lines = [line.split() for line in out.splitlines()]
-    assert ["4", "2", "-2.0000", "1"] in lines and ["5", "9", "-", "-", "(not", "sampled)"] in lines
+    assert ["4", "2", "-2.0000", "0.8825", "2.2", "1"] in lines  # exp(-GAP)
+    assert ["5", "9", "-", "-", "-", "-", "(not", "sampled)"] in lines
     assert viewer.main([str(shown), "--step", "0", "--group", "3"]) == 0
     assert "reward failed (error: KeyError: x)" in capsys.readouterr().out
 
@@ -500,12 +552,13 @@ def test_the_page_has_the_responses_of_all_steps_or_of_one_group(shown, capsys, 
     (group,) = step["groups"]
     assert group["prompt"] == ["what is <0>?\n"] and group["row"] == 100
     greedy, first, second = group["samples"]
-    assert greedy["sample"] == -1 and greedy["advantage"] is None and greedy["raw"] == 0.75
+    assert greedy["sample"] == -1 and greedy["advantages"] == [] and greedy["raw"] == 0.75
     # Leave one out: the rewards after shaping are -2 and 0.2.
-    assert first["advantage"] == -2.2 and first["reward"] == -2.0 and first["raw"] == -1.0
-    assert second["advantage"] == 2.2 and second["truncated"] and second["turns"] == 2
+    assert first["advantages"] == [[1, -2.2]] and first["reward"] == -2.0 and first["raw"] == -1.0
+    assert second["advantages"] == [[3, 2.2]] and second["truncated"] and second["turns"] == 2
     assert second["mask"] == [[2, 1], [1, 0], [1, 1]] and second["tokens"] == [1, 2, 9, 3]
     assert second["logprobs"] == [-0.5, -2.0, -0.3333]
+    assert second["trainer"] == [-0.625, -2.125, -0.4583]
     assert second["versions"] == [[2, 1], [1, -1], [1, 2]]
     assert {str(token) for token in second["tokens"]} <= step["vocabulary"].keys()
     assert viewer.main(asked) == 0
@@ -515,10 +568,6 @@ def test_the_page_has_the_responses_of_all_steps_or_of_one_group(shown, capsys, 
     assert viewer.main([*asked[:-1], str(tmp_path / "none" / "page.html")]) == 2
     error = capsys.readouterr().err
     assert "No such file" in error and "cannot be read" not in error
-    (shown / "config.yaml").unlink()
-    assert viewer.main(asked) == 0
-    notes = part_of(page, "rollouts-0-1")["notes"]
-    assert "advantages are not available" in notes[0] and "config.yaml does not exist" in notes[0]
 
 
 TREE = """
@@ -564,17 +613,29 @@ def test_samples_that_begin_with_the_same_token_are_branches_of_their_own():
     assert branches_of(rows) == [Branch(0, None, 0), Branch(1, 0, 1), Branch(3, 0, 1), None]
 
 
-def test_the_viewer_says_why_it_knows_no_advantages(shown, capsys):
-    path, cfg = shown / "config.yaml", config.load_yaml(shown / "config.yaml")
-    for algorithm, says in (
-        (dict(advantage="gae"), "gae computes one per token, and the columns it needs are not"),
-        (dict(advantage="grpo", kl_coef=0.1, kl_in="reward"), "the KL in the rewards"),
-        (dict(advantage="grp"), "grp"),
-    ):
-        path.write_text(config.dump(changed(cfg, algorithm=algorithm)))
-        assert viewer.main([str(shown), "--step", "1", "--group", "0"]) == 0
-        out = capsys.readouterr().out
-        assert "advantages are not available: " in out and says in out and ", advantage" not in out
+def test_the_viewer_says_where_it_knows_no_advantages(shown, capsys):
+    asked = [str(shown), "--step", "1", "--group", "0"]
+    (file,) = find_recorded(shown).trained[1]
+    whole = {path: path.read_bytes() for path in (file, file.with_suffix(".sha256"))}
+    (other,) = find_recorded(shown).trained[0]
+    file.unlink()
+    assert viewer.main(asked) == 0
+    out = capsys.readouterr().out
+    assert "what the trainers did with this step is not recorded" in out
+    assert "advantage " not in out
+    for path, content in whole.items():
+        path.write_bytes(content)
+    file.write_bytes(file.read_bytes()[:-9])
+    assert viewer.main(asked) == 2
+    assert f"{file} does not match its sha256" in capsys.readouterr().err
+    # Of another attempt, whose sequences had other lengths.
+    table = pyarrow.parquet.read_table(other)
+    short = [values[:-1] for values in table["advantages"].to_pylist()]
+    table = table.set_column(3, "advantages", pyarrow.array(short, table["advantages"].type))
+    pyarrow.parquet.write_table(table, file)
+    file.with_suffix(".sha256").write_text(digest_line(file, file.name))
+    assert viewer.main(asked) == 2
+    assert "1 tokens were sampled, and 0 trained on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -594,23 +655,17 @@ def test_the_viewer_names_what_is_there(words, says, shown, capsys):
 def test_the_viewer_runs_nothing_that_a_run_names(tmp_path, capsys, monkeypatch):
     marker = tmp_path / "marker"
     mark = f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
-    (tmp_path / "evil_advantage.py").write_text(f"{mark}def adv(rewards): return rewards\n")
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "evil.py").write_text(mark)
     named = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(named))
-    cfg = config_of(
-        tmp_path,
-        model=dict(tokenizer=str(tokenizer), trust_remote_code=True),
-        algorithm=dict(advantage="evil_advantage:adv"),
-    )
+    cfg = config_of(tmp_path, model=dict(tokenizer=str(tokenizer), trust_remote_code=True))
     record(cfg, 0, range(2))
     (tmp_path / "config.yaml").write_text(config.dump(cfg))
     monkeypatch.syspath_prepend(str(tmp_path))
     viewer.main([str(tmp_path), "--step", "0", "--group", "0", "--tokens"])
     text = capsys.readouterr().out
-    assert "names the code evil_advantage:adv" in text and "--trust-run" in text
     assert "--trust-remote-code" in text and not marker.exists()
-    viewer.main([str(tmp_path), "--step", "0", "--group", "0", "--trust-run"])
+    viewer.main([str(tmp_path), "--step", "0", "--group", "0", "--tokens", "--trust-remote-code"])
     assert marker.exists()  # the bait was live

@@ -804,7 +804,7 @@ async function drawRollouts(main) {
   const again = () => { if (chunk) showGroups(list, chunk); };
   main.append(
     h("div", { className: "row" }, runSelect(), stepControls(run.rollouts, step, [...run.rollouts, ...training(i).steps]),
-      choice("color", "color", [["push", "pushed up or down: advantage x (1 - probability)"], ["advantage", "advantage"], ["probability", "probability"], ["version", "policy version"]], { onchange: again }),
+      choice("color", "color", [["push", "pushed up or down: advantage x (1 - probability)"], ["advantage", "advantage"], ["probability", "probability"], ["ratio", "trainer's probability / engine's"], ["version", "policy version"]], { onchange: again }),
       choice("order", "order", [["group", "group"], ["low", "lowest reward"], ["high", "highest reward"], ["spread", "largest spread"], ["length", "longest"]], { onchange: again })),
     h("div", { className: "row" },
       searchBox("text", "text of prompt or response", { onchange: again }),
@@ -889,9 +889,9 @@ function legendText(chunk) {
     advantage: "Green: the advantage is above 0, red: below; strongest at the largest of the group.",
     push: "Green: the update raises the token's probability, red: it lowers it, strongest where the advantage is large and the token unlikely (the first-order push on its logit).",
     probability: "Orange: unlikely tokens, strongest at a probability of e^-5 or less.",
+    ratio: "Green: the trainer found the token more probable than the engine that sampled it, red: less; strongest at a ratio of 1.2 or 1 / 1.2.",
     version: "Blue: tokens that older weights sampled than the newest of the response, stronger for older ones.",
-  }[state.color] + " Grey italics: read, not sampled. Point at a token, or go to it with the arrow keys, for its numbers." +
-    " Ratios to the trainer are not recorded.";
+  }[state.color] + " Grey italics: read, not sampled. Point at a token, or go to it with the arrow keys, for its numbers.";
 }
 
 function groupElement(group, own, chunk) {
@@ -915,8 +915,7 @@ function groupElement(group, own, chunk) {
 
 function fillGroup(body, group, own, chunk) {
   body.append(h("h3", {}, "Prompt"), h("pre", {}, group.prompt.map(pieceOf)));
-  const advantages = group.samples.map((s) => Math.abs(s.advantage || 0));
-  const largest = Math.max(...advantages, 0);
+  const largest = group.samples.reduce((most, s) => s.advantages.reduce((a, [, value]) => Math.max(a, Math.abs(value || 0)), most), 0);
   const episodes = new Map();
   for (const sample of own) episodes.set(sample.sample, [...(episodes.get(sample.sample) || []), sample]);
   for (const [number, traces] of episodes) {
@@ -958,7 +957,11 @@ function titleOf(sample, chunk) {
   if (sample.raw !== null && sample.raw !== sample.reward) words.push(`before shaping ${num(sample.raw)}`);
   if (chunk.part_names.length > 1 && sample.sample >= 0)
     chunk.part_names.forEach((name, k) => words.push(`${visible(name)} ${num(sample.parts[k])}`));
-  if (sample.advantage !== null) words.push(`advantage ${num(sample.advantage)}`);
+  const values = sample.advantages.map(([, value]) => value);
+  if (values.length) {
+    const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
+    words.push(`advantage ${num(low)}${high > low ? ` to ${num(high)}` : ""}`);
+  }
   words.push(`${sample.length} tokens${sample.truncated ? ", cut" : ""}`);
   if (sample.turns > 1) words.push(`${sample.turns} turns`);
   return words.join(", ");
@@ -975,19 +978,25 @@ function responseElement(sample, chunk, largest, inTree) {
   return element;
 }
 
-/** Return [[sampled, version, logprob or null]] of a sample's tokens. */
+/** Return {is, version, logprob, advantage, ratio} of a sample's tokens; what is not known is null. */
 function tokenNumbers(sample) {
   const flat = (runs) => runs.flatMap(([count, value]) => new Array(count).fill(value));
-  const sampled = flat(sample.mask), versions = flat(sample.versions);
-  let at = 0;
-  return sampled.map((is, k) => [is, versions[k], is ? sample.logprobs[at++] : null]);
+  const sampled = flat(sample.mask), versions = flat(sample.versions), advantages = flat(sample.advantages);
+  let at = -1;
+  return sampled.map((is, k) => {
+    at += is;
+    const logprob = is ? sample.logprobs[at] : null, trainer = is ? sample.trainer[at] ?? null : null;
+    return { is, version: versions[k], logprob, advantage: is ? advantages[at] ?? null : null,
+      ratio: trainer === null || logprob === null ? null : Math.exp(trainer - logprob) };
+  });
 }
 
-function paint(logprob, version, newest, oldest, advantage, largest) {
+function paint({ logprob, version, advantage, ratio }, newest, oldest, largest) {
   const share = largest ? Math.abs(advantage || 0) / largest : 0;
   const hue = (advantage || 0) < 0 ? "--down" : "--up";
   if (state.color === "advantage") return [hue, Math.sqrt(share)];
   if (state.color === "push") return [hue, Math.sqrt(share * (1 - Math.exp(logprob ?? 0)))]; // the root: small ones can be seen
+  if (state.color === "ratio") return [ratio < 1 ? "--down" : "--up", ratio === null ? 0 : Math.abs(Math.log(ratio)) / Math.log(1.2)];
   if (state.color === "version") return ["--version", newest > oldest ? (newest - version) / (newest - oldest) : 0];
   return ["--unlikely", (logprob ?? 0) / -5];
 }
@@ -995,7 +1004,7 @@ function paint(logprob, version, newest, oldest, advantage, largest) {
 function fillTokens(pre, sample, chunk, largest) {
   const hasText = sample.text === undefined;
   const numbers = tokenNumbers(sample);
-  const versions = numbers.filter(([is]) => is).map(([, version]) => version);
+  const versions = numbers.filter((one) => one.is).map((one) => one.version);
   const newest = versions.reduce((a, b) => Math.max(a, b), -1), oldest = versions.reduce((a, b) => Math.min(a, b), Infinity);
   const covered = new Set(sample.covered);
   const colors = { "--up": css("--up"), "--down": css("--down"), "--unlikely": css("--unlikely"), "--version": css("--version") };
@@ -1003,22 +1012,22 @@ function fillTokens(pre, sample, chunk, largest) {
     if (covered.has(k)) return null;
     if (sample.images[k]) return pieceOf(sample.images[k]);
     const raw = hasText ? chunk.vocabulary[token] ?? "" : `${token} `;
-    const [is, version, logprob] = numbers[k];
     const span = h("span", { data: { k } }, hasText ? visible(raw).replace(/\n/g, "\u21b5\n") || "\u2205" : raw);
-    if (!is) span.className = "read";
+    if (!numbers[k].is) span.className = "read";
     else {
-      const [hue, strength] = paint(logprob, version, newest, oldest, sample.advantage, largest);
+      const [hue, strength] = paint(numbers[k], newest, oldest, largest);
       if (strength > 0.01) span.style.background = `rgba(${colors[hue]}, ${(0.6 * Math.min(1, strength)).toFixed(3)})`;
     }
     return span;
   };
   const tell = (span) => {
-    const k = Number(span.dataset.k), token = sample.tokens[k], [is, version, logprob] = numbers[k];
+    const k = Number(span.dataset.k), token = sample.tokens[k], { is, version, logprob, advantage, ratio } = numbers[k];
     pre.querySelector(".at")?.classList.remove("at");
     span.classList.add("at");
     const words = [`token ${sample.start + k}`, `id ${token}`, hasText ? JSON.stringify(visible(chunk.vocabulary[token] ?? "")) : ""];
     if (is) words.push(`probability ${logprob === null ? "\u2013" : percent(Math.exp(logprob))}`, `logprob ${num(logprob)} nats`, `version ${version}`,
-      ...(sample.advantage === null ? [] : [`advantage ${num(sample.advantage)}`, `advantage x (1 - probability) ${num(sample.advantage * (1 - Math.exp(logprob ?? 0)))}`]));
+      ...(ratio === null ? [] : [`trainer / engine ${num(ratio)}`]),
+      ...(advantage === null ? [] : [`advantage ${num(advantage)}`, `advantage x (1 - probability) ${num(advantage * (1 - Math.exp(logprob ?? 0)))}`]));
     else words.push("read, not sampled");
     document.getElementById("token").textContent = words.filter(Boolean).join(",  ");
   };

@@ -50,7 +50,9 @@ def _sample(one: RecordedResponse, vocabulary: dict[int, str]) -> dict[str, Any]
     Args:
         vocabulary: {token: text}, to which the response's tokens are added.
     Returns: among others `mask`, [[number of tokens, 1 if they were sampled]], `versions`,
-        [[number of tokens, policy version]], and `logprobs` of the sampled tokens alone.
+        [[number of tokens, policy version]], and of the sampled tokens alone `logprobs`,
+        `advantages`, [[number of tokens, advantage]], and `trainer`, the trainer's logprobs; the
+        last two are empty if they were not recorded.
     """
     row = one.row
     end = min(len(row["tokens"]), one.start + MOST_TOKENS)
@@ -60,6 +62,9 @@ def _sample(one: RecordedResponse, vocabulary: dict[int, str]) -> dict[str, Any]
         vocabulary.update(zip(tokens, one.pieces[one.start : end]))
     mask = row["response_mask"]
     branch = one.branch
+    num_sampled = sum(mask[at] for at in places)
+    advantages = one.trained.advantages if one.trained else []
+    logprobs = (one.trained.logprobs if one.trained else None) or []
     sample: dict[str, Any] = {
         "sample": row["sample"],
         "trace": row["trace"],
@@ -70,7 +75,8 @@ def _sample(one: RecordedResponse, vocabulary: dict[int, str]) -> dict[str, Any]
         "truncated": row["is_truncated"],
         "length": row["response_length"],
         "turns": row["turns"],
-        "advantage": rounded(one.advantage),
+        "advantages": _runs([rounded(value) for value in advantages[:num_sampled]]),
+        "trainer": [_logprob(value) for value in logprobs[:num_sampled]],
         "start": one.start,
         "tokens": tokens,
         "mask": _runs([int(mask[at]) for at in places]),
@@ -107,7 +113,7 @@ def _part(part: str | Preview) -> str | dict[str, str]:
     return {"label": part.label, "png": base64.b64encode(part).decode()}
 
 
-def _runs(values: Sequence[int]) -> list[list[int]]:
+def _runs(values: Sequence[Any]) -> list[list[Any]]:
     return [[len(list(own)), value] for value, own in groupby(values)]
 
 

@@ -73,7 +73,6 @@ class RolloutChoice:
     """None for all groups of a step."""
     tokenizer: str = ""
     trust_remote_code: bool = False
-    trust_run: bool = False
 
 
 @dataclass
@@ -186,11 +185,10 @@ class RunPage:
             tokenizer=self.choice.tokenizer,
             needs_text=True,
             trust_remote_code=self.choice.trust_remote_code,
-            trust_run=self.choice.trust_run,
         )
         found = {}
         for step in budget.steps(steps):
-            files = recorded.steps.get(step, ())
+            files = (*recorded.steps.get(step, ()), *recorded.trained.get(step, ()))
             key = ("rollouts", folder, step, _state(files))
             if key not in self._packed:
                 self._packed[key] = self._part(reader, step, notes)

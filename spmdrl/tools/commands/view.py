@@ -46,7 +46,6 @@ def view(
     tokens: bool = False,
     tokenizer: str = "",
     trust_remote_code: bool = False,
-    trust_run: bool = False,
 ) -> str:
     """Write the page of one or more runs; or show recorded rollouts of one as text.
 
@@ -65,7 +64,6 @@ def view(
         tokens: token by token, with logprobs.
         tokenizer: folder of the tokenizer, if not the run's.
         trust_remote_code: run Python code of the tokenizer's folder.
-        trust_run: run the advantage that the run's config names.
     Returns: the text to print.
     Raises: Refusal for a folder, step or group that does not exist.
     """
@@ -75,12 +73,12 @@ def view(
     ):
         if asked and not given:
             raise Refusal(f"{flag} needs {needs}")
-    trusts = dict(trust_remote_code=trust_remote_code, trust_run=trust_run)
+    reads = dict(tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     if html is None and (list_steps or step is not None):
         if len(runs) != 1:
             raise Refusal(f"--list-steps and --step show one run; {len(runs)} are named")
-        return _text(runs[0], step, group, tokens, sort, limit, tokenizer=tokenizer, **trusts)
-    choice = dict(step=step, group=group, tokenizer=tokenizer, **trusts)
+        return _text(runs[0], step, group, tokens, sort, limit, **reads)
+    choice = dict(step=step, group=group, **reads)
     for name, value in (("--limit-mib", limit_mib), ("--limit-s", limit_s)):
         if not value > 0:
             raise Refusal(f"{name} {value:g}: expected a number above 0")

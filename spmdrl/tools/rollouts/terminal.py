@@ -123,8 +123,10 @@ def title(sequence: RecordedResponse, names: Sequence[str]) -> str:
         words.append(f"before shaping {raw:.4g}")
     if len(names) > 1 and row["sample"] >= 0:
         words += [f"{name} {value:.4g}" for name, value in zip(names, row["reward_parts"])]
-    if sequence.advantage is not None:
-        words.append(f"advantage {sequence.advantage:.4g}")
+    trained = sequence.trained
+    if trained and trained.advantages:
+        ends = sorted({min(trained.advantages), max(trained.advantages)})
+        words.append("advantage " + " to ".join(f"{value:.4g}" for value in ends))
     words.append(f"{row['response_length']} tokens" + (", cut" if row["is_truncated"] else ""))
     if row["turns"] > 1:
         words.append(f"{row['turns']} turns")
@@ -133,7 +135,9 @@ def title(sequence: RecordedResponse, names: Sequence[str]) -> str:
 
 def _token_lines(sequence: RecordedResponse) -> list[str]:
     row = sequence.row
-    rows = [["at", "id", "logprob", "version", "token"]]
+    rows = [["at", "id", "logprob", "ratio", "advantage", "version", "token"]]
+    trained = sequence.trained
+    place = 0  # among the sampled tokens, none of which is before the start
     for at in range(sequence.start, len(row["tokens"])):
         piece = repr(sequence.pieces[at]) if sequence.pieces else ""
         item = sequence.images.get(at)
@@ -141,10 +145,18 @@ def _token_lines(sequence: RecordedResponse) -> list[str]:
         if row["response_mask"][at]:
             logprob = f"{row['rollout_logprobs'][at]:.4f}"
             version = str(row["policy_versions"][at])
+            ratio = advantage = "-"
+            if trained:
+                advantage = f"{trained.advantages[place]:.4g}"
+            if trained and trained.logprobs:
+                gap = trained.logprobs[place] - row["rollout_logprobs"][at]
+                ratio = f"{math.exp(gap):.4g}"
+            place += 1
         else:
-            logprob = version = "-"
+            logprob = ratio = advantage = version = "-"
             piece += " (not sampled)"
-        rows.append([str(at), str(row["tokens"][at]), logprob, version, piece])
+        id_ = str(row["tokens"][at])
+        rows.append([str(at), id_, logprob, ratio, advantage, version, piece])
     return aligned(rows)
 
 

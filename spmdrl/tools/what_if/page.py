@@ -30,7 +30,6 @@ def page(
     limit: int,
     tokenizer: str = "",
     trust_remote_code: bool = False,
-    trust_run: bool = False,
 ) -> str:
     """Return a page of the tables of steps, and of the samples on which outcomes differ most.
 
@@ -42,14 +41,9 @@ def page(
         limit: number of samples of a step.
         tokenizer: folder or hub name; empty: that of the run.
         trust_remote_code: run Python code of the tokenizer's folder.
-        trust_run: run the advantage function that the run's config names.
     """
     reader = GroupReader(
-        recorded,
-        tokenizer=tokenizer,
-        needs_text=True,
-        trust_remote_code=trust_remote_code,
-        trust_run=trust_run,
+        recorded, tokenizer=tokenizer, needs_text=True, trust_remote_code=trust_remote_code
     )
     shown = []
     for step in steps:

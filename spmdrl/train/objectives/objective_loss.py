@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -47,6 +47,9 @@ class ObjectiveLoss:
         self.cfg = cfg
         self._loss = loss_fn
         self._coefficients = coefficients
+        self.on_logprobs: Callable[[Tensor], None] | None = None
+        """Called for each micro-batch of rollouts, with the logprobs [T] of the policy before the
+        step's updates."""
 
     @classmethod
     def columns_of(cls, cfg: Config, *, loss_fn: Method, advantage_fn: Method) -> set[str]:

@@ -108,6 +108,8 @@ class RolloutLoss(ObjectiveLoss):
         coefficients = self._coefficients
         logprobs, entropy = map(microbatch.row.spread, model.forward(microbatch.row))
         inputs = self._inputs(microbatch, logprobs, entropy=entropy, known=known)
+        if self.on_logprobs:
+            self.on_logprobs(inputs["old_logprobs"])
         terms, stats = registry.call(self._loss, inputs, chosen.loss_options)
         if terms.shape != logprobs.shape:
             raise Refusal(
