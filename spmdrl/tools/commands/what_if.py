@@ -72,8 +72,13 @@ def what_if(
     )
     found = list(compare_alternatives(opened, select_steps(opened, steps), chosen))
     if html is not None:
-        trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-        text = page(found, opened.recorded, limit=limit, tokenizer=tokenizer, **trusts)
+        text = page(
+            found,
+            opened.recorded,
+            limit=limit,
+            tokenizer=tokenizer,
+            trust_remote_code=trust_remote_code,
+        )
         with refusing(f"--html {html}: no page can be written there", OSError):
             write_file(html, text.encode(errors="replace"))
     if json:
