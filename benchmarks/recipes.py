@@ -56,6 +56,20 @@ DOTS: Flags = {
     "rewards.functions": "benchmarks/dotted.py:after_dots",
     "batch.updates-per-step": 1,
 }
+SCORED: Flags = {
+    **ALONE,
+    "model.path": FOLDER / "warm",
+    "critic.path": FOLDER / "scorer",
+    "rewards.functions": f"[model:{FOLDER / 'scorer'}, task:addition]",
+    "rewards.weights": "[1, 0]",  # the second, what is true, is only measured
+    "steps": 60,
+    "batch.prompts-per-step": 128,
+    "batch.group-size": 1,
+    "algorithm.kl": "k1",
+    "algorithm.kl-in": "reward",
+    "algorithm.kl-coef": 0.3,
+    "evaluate.every-steps": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,8 @@ RUNS: dict[str, TwinRun] = {
         },
         config="demo_ppo_digits.yaml",
     ),
+    "ppo_reward_model": TwinRun(SCORED, config="demo_ppo.yaml"),
+    "ppo_reward_model_no_kl": TwinRun({**SCORED, "algorithm.kl-coef": 0}, config="demo_ppo.yaml"),
     "dpo": TwinRun(
         {"layout.world-size": 1, "model.path": FOLDER / "warm", "steps": 60}, config="demo_dpo.yaml"
     ),
@@ -162,6 +178,11 @@ TWINS: dict[str, Twin] = {
     ),
     "gspo": Twin("gspo", ("policy/clip_frac", "reward/mean"), against="grpo"),
     "ppo": Twin("ppo", ("value/explained_variance", "reward/mean")),
+    "ppo_reward_model": Twin(
+        "ppo_reward_model",
+        ("reward/scorer/mean", "reward/addition/mean", "policy/kl_ref", "value/explained_variance"),
+        against="ppo_reward_model_no_kl",
+    ),
     "async": Twin(
         "async_dots",
         ("policy/carried_frac", "policy/staleness", "reward/mean"),
@@ -199,7 +220,7 @@ def imitate(name: str, start: str, flags: Flags) -> None:
         "layout.world-size": 1,
         "model.path": FOLDER / start,
         "output-dir": FOLDER / f"{name}_run",
-        "report.tracker": "none",
+        "report.trackers": "[]",
         **flags,
     }
     torchrun(1, "train.py", "--config", "configs/demo_sft.yaml", *as_flags(own), timeout_s=3600)
@@ -242,11 +263,27 @@ def make_teacher() -> None:
     imitate("teacher", "warm", flags)
 
 
+def make_scorer() -> None:
+    """Teach a reward model to tell right sums from wrong ones."""
+    folder = FOLDER / "scorer_run"
+    flags: Flags = {
+        "layout.world-size": 1,
+        "model.path": FOLDER / "warm",
+        "output-dir": folder,
+        "report.trackers": "[]",
+        "steps": 300,
+    }
+    words = ("--config", "configs/demo_reward_model.yaml", *as_flags(flags))
+    torchrun(1, "train.py", *words, timeout_s=3600)
+    spmdrl("export", folder, "--out", FOLDER / "scorer")
+
+
 MODELS: dict[str, Callable[[], None]] = {
     "init": make_init,
     "warm": make_warm,
     "dots": make_dots,
     "teacher": make_teacher,
+    "scorer": make_scorer,
 }
 """Models by their names, each after those that it begins with."""
 
@@ -260,7 +297,7 @@ def train(name: str, *, steps: int, seed: int) -> None:
     """Run one to its end."""
     own = RUNS[name]
     folder = folder_of(name, seed=seed)
-    flags = {**own.flags, "output-dir": folder, "seed": seed, "report.tracker": "none"}
+    flags = {**own.flags, "output-dir": folder, "seed": seed, "report.trackers": "[]"}
     if steps:
         flags["steps"] = steps
     words = ("--config", f"configs/{own.config}", *as_flags(flags))

@@ -120,6 +120,15 @@ def test_every_setting_that_a_page_names_exists(page):
     assert not [name for name in named if name not in theirs and not is_setting(name)]
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda f: f.stem)
+def test_every_setting_that_a_benchmark_sets_exists(file):
+    pattern = re.compile(r"(?:--)?((?:" + "|".join(sorted(TOP_SECTIONS)) + r")(?:\.[\w-]+)+)")
+    nodes = ast.walk(ast.parse(file.read_text()))
+    texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    named = {match[1].replace("-", "_") for text in texts if (match := pattern.fullmatch(text))}
+    assert not [name for name in named - {"model.safetensors"} if not is_setting(name)]
+
+
 def is_setting(name: str) -> bool:
     """Return whether a dotted name is a field, a section, a key of a mapping, or no setting."""
     if re.search(r"\.(py|md|jsonl|json|yaml|txt)$", name) or name.startswith("model.layers."):
