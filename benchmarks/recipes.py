@@ -56,6 +56,22 @@ DOTS: Flags = {
     "rewards.functions": "benchmarks/dotted.py:after_dots",
     "batch.updates-per-step": 1,
 }
+PROGRAMS: Flags = {
+    **ALONE,
+    "model.path": FOLDER / "programs",
+    "steps": 30,
+    "data.train": FOLDER / "programs.jsonl",
+    "data.eval": "",
+    "data.task-options": "{}",
+    "data.size": 0,
+    "batch.prompts-per-step": 8,
+    "batch.group-size": 8,
+    "sampling.max-response-tokens": 48,
+    "rewards.functions": "configs/recipes/rewards.py:fenced_program",
+    "rewards.timeout-s": 30,
+    "evaluate.every-steps": 0,
+    "checkpoint.every-steps": 0,
+}
 SCORED: Flags = {
     **ALONE,
     "model.path": FOLDER / "warm",
@@ -134,6 +150,7 @@ RUNS: dict[str, TwinRun] = {
     ),
     "ppo_reward_model": TwinRun(SCORED, config="demo_ppo.yaml"),
     "ppo_reward_model_no_kl": TwinRun({**SCORED, "algorithm.kl-coef": 0}, config="demo_ppo.yaml"),
+    "code": TwinRun(PROGRAMS),
     "dpo": TwinRun(
         {"layout.world-size": 1, "model.path": FOLDER / "warm", "steps": 60}, config="demo_dpo.yaml"
     ),
@@ -182,6 +199,9 @@ TWINS: dict[str, Twin] = {
         "ppo_reward_model",
         ("reward/scorer/mean", "reward/addition/mean", "policy/kl_ref", "value/explained_variance"),
         against="ppo_reward_model_no_kl",
+    ),
+    "code": Twin(
+        "code", ("reward/fenced_program/mean", "reward/timed_out/mean", "time/engine_idle_reward")
     ),
     "async": Twin(
         "async_dots",
@@ -237,24 +257,42 @@ def make_warm() -> None:
     imitate("warm", "init", {})
 
 
+def imitate_rows(name: str, rows: list[dict], *, max_tokens: int) -> None:
+    """Train the model of random weights on rows of demonstrations."""
+    file = FOLDER / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags: Flags = {
+        "data.train": file,
+        "data.task-options": "{}",
+        "data.size": 0,
+        "sampling.max-response-tokens": max_tokens,
+    }
+    imitate(name, "init", flags)
+
+
 def make_dots() -> None:
     """Teach the same sums after up to twelve dots, which say nothing."""
     task = make_task("task:addition", {"digits": 2, "mistakes": 0.6})
     draw = random.Random(0)
-    lines = []
+    rows = []
     for index in range(40000):
         one = task.row(0, index, split="train")
         text = "." * draw.randrange(13) + one.get("completion", one["answer"])
-        lines.append(json.dumps({"prompt": one["prompt"], "completion": text}) + "\n")
-    rows = FOLDER / "dots.jsonl"
-    rows.write_text("".join(lines))
-    flags: Flags = {
-        "data.train": rows,
-        "data.task-options": "{}",
-        "data.size": 0,
-        "sampling.max-response-tokens": 24,
-    }
-    imitate("dots", "init", flags)
+        rows.append({"prompt": one["prompt"], "completion": text})
+    imitate_rows("dots", rows, max_tokens=24)
+
+
+def make_programs() -> None:
+    """Teach programs that compute a * x + b; 60% of them have another a or b."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(40000):
+        a, b = (draw.randrange(10, 100) for _ in range(2))
+        tests = {"inputs": ["0\n", "1\n", "7\n"], "outputs": [f"{a * x + b}\n" for x in (0, 1, 7)]}
+        wrong = [draw.randrange(10, 100) if draw.random() < 0.37 else right for right in (a, b)]
+        text = f"```\nx=int(input())\nprint({wrong[0]}*x+{wrong[1]})\n```"
+        rows.append({"prompt": f"{a}*x+{b}\n", "completion": text, "answer": json.dumps(tests)})
+    imitate_rows("programs", rows, max_tokens=48)
 
 
 def make_teacher() -> None:
@@ -283,6 +321,7 @@ MODELS: dict[str, Callable[[], None]] = {
     "warm": make_warm,
     "dots": make_dots,
     "teacher": make_teacher,
+    "programs": make_programs,
     "scorer": make_scorer,
 }
 """Models by their names, each after those that it begins with."""
