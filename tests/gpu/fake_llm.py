@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 
@@ -87,6 +88,8 @@ class FakeCore:
         self.requests: dict[str, tuple[EngineCoreRequest, list[int]]] = {}
         """{name: (request, tokens drawn)}"""
         self._has_routes = has_routes
+        scheduler = SimpleNamespace(aux_output_connector=AuxOutputSchedulerConnector())
+        self.engine_core = SimpleNamespace(scheduler=scheduler)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request."""

@@ -116,7 +116,16 @@ def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
 
 
 @pytest.mark.proves(
-    "moe", "moe_replay", "ep", "delta", "in_flight", "over_sample", "lag", "split", "record"
+    "moe",
+    "moe_replay",
+    "ep",
+    "inference_tp",
+    "delta",
+    "in_flight",
+    "over_sample",
+    "lag",
+    "split",
+    "record",
 )
 def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
@@ -126,6 +135,7 @@ def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(mo
         | {
             "engine.kind": "vllm",
             "engine.dtype": "bfloat16",
+            "layout.inference-tp": 2,
             "lag": 1,
             "rollout.schedule.in_flight": "true",
             "rollout.schedule.over_sample": "1.5",
@@ -135,8 +145,8 @@ def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(mo
         }
         | DELTA
     )
-    run("demo_grpo.yaml", 3, **flags, steps=4)
-    run("demo_grpo.yaml", 3, **flags, steps=8)
+    run("demo_grpo.yaml", 4, **flags, steps=4)
+    run("demo_grpo.yaml", 4, **flags, steps=8)
     rows = check_recorded(out, 8)
     mixed = [row for row in rows if len({v for v in row["policy_versions"] if v >= 0}) > 1]
     assert mixed, "no sample was drawn by several policies"

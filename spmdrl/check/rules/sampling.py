@@ -144,18 +144,6 @@ _ENGINES = [
         _tuning_of_all_ranks(name)
         for name in ("enable_flashinfer_autotune", "kernel_config.enable_flashinfer_autotune")
     ),
-    Rule(
-        ("layout.inference_tp", "model.moe.replay"),
-        lambda cfg: (
-            cfg.engine.traits.has_own_models
-            and cfg.model.moe.replay
-            and cfg.layout.inference_tp > 1
-            and not _is_on_cpu(cfg)
-        ),
-        "on GPUs vLLM gives the routes to the first rank of an engine alone",
-        "set it to 1, or model.moe.replay to false",
-        "not built",
-    ),
 ]
 
 

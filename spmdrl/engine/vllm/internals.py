@@ -19,6 +19,7 @@ lora_rank, register_adapter  config.lora, lora_manager     once LoRA weights may
 wake_empties_cache  CuMemAllocator.wake_up                  with 0.24, the last that does not
 name_in_engine      hf_to_vllm_mapper.orig_to_new_prefix    as LoRA weights
 moe_layers, num_experts  fused_moe.MoERunner, ModelConfig   once an engine returns its routes
+ask_no_routes       Scheduler.aux_output_connector (0.33)   once a scheduler takes what its rank has
 watch_drafts        RejectionSampler._get_logprobs_tensors (0.32, 0.33, CPU alone)
                                                             with requests.watch_sampler
 watch_routers, SlotCache  fused_moe, forward_context, kv_cache_interface (0.32, 0.33, CPU alone)
@@ -340,6 +341,14 @@ def moe_layers(model: nn.Module) -> list[int]:
         import vllm.model_executor.layers.fused_moe.routed_experts_capturer  # noqa: F401
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
     return sorted(m.layer_id for m in model.modules() if isinstance(m, MoERunner))
+
+
+def ask_no_routes(llm: Any) -> None:
+    """Have a scheduler not ask its worker for routes. vLLM's workers keep them on the first rank of
+    an engine alone, and under an external launcher each rank has a scheduler."""
+    scheduler = llm.engine_core.engine_core.scheduler
+    if getattr(scheduler, "aux_output_connector", None) is not None:
+        scheduler.aux_output_connector = None
 
 
 def num_experts(runner: Any) -> tuple[int, int]:

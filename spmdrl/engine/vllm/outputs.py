@@ -15,6 +15,7 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Drafts, Request
 from spmdrl.engine.stop_strings import make_stop_strings
 from spmdrl.engine.vllm.core_loop import CoreLoop, Drawn
+from spmdrl.engine.vllm.internals import ask_no_routes
 from spmdrl.engine.vllm.records import TokenRecorder, make_mask_recorder, make_route_recorder
 from spmdrl.sampling_masks import SamplingMasks
 from spmdrl.types import flat
@@ -27,13 +28,16 @@ class Outputs:
         loop: of the engine.
         llm: vLLM's engine.
         cfg: uses model.moe.replay and sampling.
+        is_leader: whether its completions are read. Else no routes are recorded.
     Raises: Refusal when this vLLM or this model cannot return what trainers need.
     """
 
-    def __init__(self, loop: CoreLoop, llm: Any, cfg: Config, *, on_cpu: bool):
+    def __init__(self, loop: CoreLoop, llm: Any, cfg: Config, *, on_cpu: bool, is_leader: bool):
         self._loop = loop
         self._recorders: dict[str, TokenRecorder] = {}  # by the key of their column
-        if cfg.model.moe.replay:
+        if cfg.model.moe.replay and not is_leader:
+            ask_no_routes(llm)
+        elif cfg.model.moe.replay:
             self._recorders[RouterRoutes.key] = make_route_recorder(llm, on_cpu=on_cpu)
         if cfg.sampling.truncates:
             self._recorders[SamplingMasks.key] = make_mask_recorder(llm, on_cpu=on_cpu)
