@@ -85,6 +85,7 @@ _KERNELS = (
     "compilation_config",
     "cudagraph_capture_sizes",
     "disable_custom_all_reduce",
+    "enable_expert_parallel",
     "enable_flashinfer_autotune",
     "enforce_eager",
     "fully_sharded_loras",

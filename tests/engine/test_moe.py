@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spmdrl.config import LayoutSettings
+from tests.helpers.built import changed
 from tests.helpers.worlds import with_stream
 from tests.model.test_moe import make_moe
 from tests.sync.test_engine import assert_pushed, make_config, push_and_compare
@@ -16,6 +17,7 @@ COLOCATED = LayoutSettings(placement="colocated", world_size=2)
 CASES = {  # engine, family, dtype, layout
     "vllm": ("vllm", "qwen3_moe", "float32", replace(SPLIT, tp=2, ep=2)),
     "vllm_tp2": ("vllm", "mixtral", "bfloat16", replace(COLOCATED, inference_tp=2)),
+    "vllm_ep2": ("vllm", "qwen3_moe", "float32", replace(COLOCATED, inference_tp=2)),
     # Of sinks each rank has its heads'; of the experts' last bias one rank has all, others zeros.
     "vllm_sinks": ("vllm", "gpt_oss", "float32", replace(COLOCATED, inference_tp=2)),
     "transformers": ("transformers", "deepseek_v3", "float32", replace(COLOCATED, ep=2)),
@@ -32,7 +34,9 @@ def test_engines_hold_the_trainers_experts_and_agree_on_logprobs(case, tmp_path)
     if family == "gpt_oss":
         sizes = {"hidden_size": 256, "intermediate": 64, "hf_config": {"sliding_window": 6}}
     folder = make_moe(tmp_path, family, **sizes)
+    options = {"enable_expert_parallel": True} if case == "vllm_ep2" else {}
     cfg = make_config(folder, layout=layout, dtype=dtype, kind=kind)
+    cfg = changed(cfg, engine=dict(options=cfg.engine.options | options))
     results = with_stream(cfg, push_and_compare)
     limit = 1e-4 if dtype == "float32" else 0.1
     for rank, result in enumerate(results):

@@ -322,18 +322,26 @@ def _apply_experts(
     topk_ids: Tensor,
     activation: Any,
     apply_router_weight_on_input: bool,
+    expert_map: Tensor | None = None,
     **others: Any,
 ) -> None:
     """Write the experts' weighted sum into output, [T, H], as `CPUUnquantizedExperts.apply` does.
+
+    That one takes the experts of an expert-parallel rank for the first of the model.
 
     Args:
         w1: [E, 2 I, H], gate before up.
         w2: [E, H, I].
         topk_weights, topk_ids: [T, K].
+        expert_map: {expert of the model: expert of this rank, or -1}; None if it has all.
         others: what kernels of vLLM need.
     """
     num_tokens, num_chosen = topk_ids.shape
-    ids, order = torch.sort(topk_ids.flatten().long(), stable=True)
+    chosen = topk_ids.flatten().long()
+    ids, order = torch.sort(chosen if expert_map is None else expert_map[chosen].long(), stable=True)
+    is_here = ids >= 0
+    ids = ids[is_here]
+    order = order[is_here]
     rows = hidden_states[order // num_chosen]
     parts = []
     for index, part in enumerate(rows.split(torch.bincount(ids, minlength=len(w1)).tolist())):
@@ -344,7 +352,8 @@ def _apply_experts(
         if len(part):
             _activate(activation, inner, gate_up)
         parts.append(nn.functional.linear(inner, w2[index], bias2))
-    computed = torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
+    computed = hidden_states.new_zeros(len(chosen), hidden_states.shape[1])
+    computed.index_copy_(0, order, torch.cat(parts))
     computed = computed.view(num_tokens, num_chosen, -1)
     if not apply_router_weight_on_input:  # otherwise the rows are weighted already
         computed = computed * topk_weights[..., None]
