@@ -171,6 +171,11 @@ def engine_option_problems(cfg: Config) -> list[str]:
                 "trainer; take it out. ALLOWED_ARGUMENTS of spmdrl/check/engine_options.py lists "
                 "those that were"
             )
+    if cfg.engine.options.get("enable_expert_parallel") and cfg.layout.inference_tp == 1:
+        problems.append(
+            "engine.options.enable_expert_parallel: true with layout.inference_tp 1: an engine of "
+            "one rank holds all experts; set layout.inference_tp, or take it out"
+        )
     built = build_problems() if cfg.layout.roles.has_engines else []
     return [
         *problems,

@@ -476,10 +476,14 @@ def _form_of(cfg: Config, hf_model: nn.Module) -> LoraForm:
 
 
 def _router_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:
-    """Return why the policy's routes cannot be replayed, or its experts not be balanced."""
+    """Return why the policy's routes cannot be replayed, or its experts not be divided or
+    balanced."""
     moe = cfg.model.moe
     kind = counts.model_type
     at = f"(model.path {cfg.model.path})"
+    divides = "engine.options.enable_expert_parallel"
+    if cfg.engine.options.get("enable_expert_parallel") and not counts.experts:
+        return [f"{divides}: true with a {kind}, which has no experts {at}; take it out"]
     if moe.replay and not counts.experts:
         return [f"model.moe.replay: true with a {kind}, which has no experts {at}; take it out"]
     if moe.replay and kind not in WEIGHTS:

@@ -206,6 +206,8 @@ REFUSED = {
             "prompt_lookup_min 5 is above prompt_lookup_max",
         ),
         (dict(load_format="dummy"), "load_format: cannot be changed"),
+        (dict(data_parallel_size=2), "data_parallel_size: cannot be changed"),
+        (dict(enable_expert_parallel=True), "an engine of one rank holds all experts"),
         (
             dict(hf_overrides={"rope_scaling": None}),
             "hf_overrides: may change what the engine computes, and was never compared",

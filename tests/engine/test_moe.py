@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from spmdrl.config import LayoutSettings
 from tests.helpers.built import changed
 from tests.helpers.worlds import with_stream
 from tests.model.test_moe import make_moe
-from tests.sync.test_engine import assert_pushed, make_config, push_and_compare
+from tests.sync.test_engine import assert_pushed, make_config, parameters, push_and_compare
 
 SPLIT = LayoutSettings(world_size=3, trainer_ranks=2)
 COLOCATED = LayoutSettings(placement="colocated", world_size=2)
@@ -22,6 +23,14 @@ CASES = {  # engine, family, dtype, layout
     "vllm_sinks": ("vllm", "gpt_oss", "float32", replace(COLOCATED, inference_tp=2)),
     "transformers": ("transformers", "deepseek_v3", "float32", replace(COLOCATED, ep=2)),
 }
+
+
+def push_and_measure(stream: Any, engine: Any, trainer: Any) -> dict[str, Any]:
+    """See push_and_compare; and return the shapes of this rank's experts."""
+    found = push_and_compare(stream, engine, trainer)
+    own = parameters(engine, trainer.world)
+    shapes = {tuple(p.shape) for name, p in own.items() if name.endswith("w13_weight")}
+    return found | {"experts": shapes}
 
 
 @pytest.mark.parametrize(
@@ -37,10 +46,12 @@ def test_engines_hold_the_trainers_experts_and_agree_on_logprobs(case, tmp_path)
     options = {"enable_expert_parallel": True} if case == "vllm_ep2" else {}
     cfg = make_config(folder, layout=layout, dtype=dtype, kind=kind)
     cfg = changed(cfg, engine=dict(options=cfg.engine.options | options))
-    results = with_stream(cfg, push_and_compare)
+    results = with_stream(cfg, push_and_measure)
     limit = 1e-4 if dtype == "float32" else 0.1
     for rank, result in enumerate(results):
         assert_pushed(result, dtype=dtype, where=f"rank {rank}", half_gap=0.1)
+        if case == "vllm_ep2":  # four of eight experts, whole
+            assert result["experts"] == {(4, 2 * 48, 128)}
         of = result["behaviour"]
         if of:
             assert of["change"] > 0.05, "the test's change of weights is too small to be seen"

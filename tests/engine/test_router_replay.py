@@ -154,7 +154,9 @@ def test_engines_record_the_experts_of_every_token_but_the_last(case, tmp_path):
     cfg = engine_config(folder, kind=kind, tp=tp, options=options)
     results = run_ranks(tp, recorded, cfg)
     layers = 1 if family == "deepseek_v3" else LAYERS
-    followers = {key: routes for result in results[1:] for key, (_, routes) in result["rows"].items()}
+    followers = {
+        key: routes for result in results[1:] for key, (_, routes) in result["rows"].items()
+    }
     assert all(routes is None for routes in followers.values())
     for result in results[:1]:
         assert len(result["rows"]) == len(PROMPTS) + 8

@@ -331,6 +331,9 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path, tin
     assert fit_problems(moe) == []
     (problem,) = fit_problems(changed(moe, model=dict(path=str(tiny_model))))
     assert problem.startswith("model.moe.replay: true with a qwen3, which has no experts (model.")
+    dense = changed(moe, model=dict(path=str(tiny_model), moe=dict(replay=False)))
+    divided = changed(dense, engine=dict(options=dict(enable_expert_parallel=True)))
+    assert "enable_expert_parallel: true with a qwen3, which" in "\n".join(fit_problems(divided))
     other = make_moe(tmp_path, "mixtral")
     text = (other / "config.json").read_text().replace('"mixtral"', '"phimoe"')
     (other / "config.json").write_text(text)

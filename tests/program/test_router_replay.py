@@ -136,6 +136,7 @@ def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(mo
             "engine.kind": "vllm",
             "engine.dtype": "bfloat16",
             "layout.inference-tp": 2,
+            "engine.options": "{enable_expert_parallel: true}",
             "lag": 1,
             "rollout.schedule.in_flight": "true",
             "rollout.schedule.over_sample": "1.5",

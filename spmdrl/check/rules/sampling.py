@@ -143,7 +143,7 @@ _ENGINES = [
     *(
         _tuning_of_all_ranks(name)
         for name in ("enable_flashinfer_autotune", "kernel_config.enable_flashinfer_autotune")
-    ),
+    )
 ]
 
 

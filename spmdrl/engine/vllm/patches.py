@@ -338,7 +338,9 @@ def _apply_experts(
     """
     num_tokens, num_chosen = topk_ids.shape
     chosen = topk_ids.flatten().long()
-    ids, order = torch.sort(chosen if expert_map is None else expert_map[chosen].long(), stable=True)
+    ids, order = torch.sort(
+        chosen if expert_map is None else expert_map[chosen].long(), stable=True
+    )
     is_here = ids >= 0
     ids = ids[is_here]
     order = order[is_here]
