@@ -436,6 +436,12 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
     without an adapter of this model, or why engines cannot apply them."""
     if not cfg.model.lora.is_on:
         return
+    if cfg.model.lora.quantises and counts.experts:
+        yield (
+            f"model.lora.base: {cfg.model.lora.base} with a {counts.model_type}, a mixture: "
+            "experts, which are most of its weights, are not quantised; take full (model.path "
+            f"{cfg.model.path})"
+        )
     form, error = attempt(lambda: _form_of(cfg, hf_model))
     if form is None:
         yield str(error)

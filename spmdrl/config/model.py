@@ -116,7 +116,12 @@ class LoraSettings:
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """First values of the A matrices; B starts at zero."""
     path: PathText = ""
-    """Folder of an adapter in PEFT's format to start from, which decides all of these but push."""
+    """Folder of an adapter in PEFT's format to start from, which decides all of these but push and
+    base."""
+    base: Literal["full", "nf4", "int8"] = "full"
+    """How the trainers hold the frozen weights of the blocks' linear layers: `full`, in
+    compute_dtype; `nf4`, in 4.5 bits per element (QLoRA, arXiv 2305.14314); `int8`, in 8.5.
+    Engines get the dequantised weights. Not for mixtures, and not with layout.tp (docs/lora.md)."""
     push: Literal["merged", "adapter"] = "merged"
     """`merged` sends engines the weights with the adapters merged at each step; `adapter` sends the
     weights once and A and B at each step, and vLLM applies them (not for mixtures)."""
@@ -125,6 +130,11 @@ class LoraSettings:
     def is_on(self) -> bool:
         """Return whether adapters train."""
         return bool(self.rank or self.path)
+
+    @property
+    def quantises(self) -> bool:
+        """Return whether the weights under the adapters are quantised."""
+        return self.is_on and self.base != "full"
 
     @property
     def pushes_adapter(self) -> bool:

@@ -38,6 +38,7 @@ from spmdrl.model.load import (
 )
 from spmdrl.model.lora.layers import Adapters, adapted_weights, sent_adapter, train_adapters_only
 from spmdrl.model.lora.merge import deltas
+from spmdrl.model.lora.quantised_base import BaseForm, QuantisedBase
 from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.model_shape import counts_of
 from spmdrl.model.parallel.context_parallel import register_context_attention
@@ -108,6 +109,10 @@ class ShardedModel:
                 parameter.requires_grad = False
                 parameter.data = parameter.data if is_float32 else parameter.data.to(dtype)
         self._changing = self._names
+        self.base: QuantisedBase | None = None
+        """The quantised weights under the adapters."""
+        if lora and model.lora.quantises:
+            self.base = QuantisedBase(hf_model, BaseForm(model.lora.base, dtype))
         self.adapters = Adapters(hf_model, lora) if lora else None
         if self.adapters:
             self._names = [*self._names, *self.adapters.names]
@@ -127,12 +132,18 @@ class ShardedModel:
         """Returns rows of a step with all that their passes need; trainer ranks meet in it."""
         reader = CheckpointReader(model_folder(path), part=model.part)
         copies = check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)
+        if self.base:
+            self.base.pack()
         self.scorer, self.whole = lay_out(
             hf_model, cfg, world, dtype=dtype, temperature=scoring_temperature(cfg)
         )
         give_storage(self.scorer, model.memory.offload, device=world.device)
         self.scorer.eval()  # no dropout: current and old logprobs must come out alike
-        read_tensors(reader, self.named_shards(), self.parts, copies=copies)
+        shards = self.named_shards()
+        if self.base:
+            self.base.load(reader, shards, self.parts, copies=copies)
+            shards = {name: shards[name] for name in shards.keys() - self.base.names}
+        read_tensors(reader, shards, self.parts, copies=copies)
         if self.adapters:
             self.adapters.fill(self.state_dict(), seed=cfg.seed)
         compute_buffers(hf_model)
@@ -197,7 +208,8 @@ class ShardedModel:
     def named_shards(self) -> dict[str, Tensor]:
         """Return {name: live tensor}: parameters, tied ones once, and persistent buffers.
 
-        Adapters have the name of their layer, with lora_A.weight or lora_B.weight. Parameters are
+        Adapters have the name of their layer, with lora_A.weight or lora_B.weight. Quantised
+        weights are uint8, in the shape in which they are stored. Parameters are
         DTensors over (dp_replicate,) fsdp and tp; buffers are plain tensors, equal on every rank.
         Their storage never changes. File tensors are parts of them, see `parts`.
         """
@@ -329,16 +341,27 @@ class SentWeights:
         """On trainers, once it is built."""
 
     def shards(self) -> dict[str, Tensor]:
-        """Return {live name: DTensor, or plain buffer}, see ShardedModel; {} off the trainers."""
-        return self.model.named_shards() if self.model else {}
+        """Return {live name: DTensor, or plain buffer}, see ShardedModel; {} off the trainers.
+
+        A quantised weight is zero here, and `deltas` has its value.
+        """
+        if not self.model:
+            return {}
+        shards = self.model.named_shards()
+        return shards | self.model.base.stand_ins(shards) if self.model.base else shards
 
     def deltas(self) -> dict[str, Delta]:
-        """Return {live name: what adapters add to it when it is sent}; {} if adapters are sent.
+        """Return {live name: what is added to it when it is sent}: adapters, if they are not sent
+        themselves, and quantised weights.
 
         Trainer ranks call it together, before each push.
         """
-        adapters = self.model.adapters if self.model and not self.adapter else None
-        return deltas(adapters, self.shards()) if adapters else {}
+        if not self.model:
+            return {}
+        shards = self.model.named_shards()
+        adapters = self.model.adapters if not self.adapter else None
+        added = deltas(adapters, shards) if adapters else {}
+        return added | self.model.base.values(shards, added) if self.model.base else added
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 logprobs at temperature 1, first 0; [] off the

@@ -98,9 +98,13 @@ class Trainer:
 
     def joined(self) -> None:
         """Run the set-up that trainers share, after each of them is built."""
-        if adapters := self.policy.model.adapters:
+        model = self.policy.model
+        if model.adapters:
             folder = model_folder(self.cfg.model.path)
-            self._kept["lora"] = AdapterRecord(adapters.form, folder, self.world)
+            quantised = model.base.form.numbers() if model.base else (0, 0)
+            self._kept["lora"] = AdapterRecord(
+                model.adapters.form, folder, self.world, quantised=quantised
+            )
 
     def watch_logprobs(self, on_logprobs: Callable[[Tensor], None]) -> None:
         """Have a function called for each micro-batch of an update, see ObjectiveLoss."""

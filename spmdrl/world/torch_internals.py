@@ -164,6 +164,20 @@ def sharded_like(whole: DTensor, local: Tensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
+def sharded_rows_like(whole: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor with the rows of `whole`, which is sharded by rows, and other columns.
+
+    Args:
+        whole: a DTensor, or a plain tensor. local: [rows of this rank, columns].
+    """
+    if not isinstance(whole, DTensor):
+        return local
+    shape = torch.Size((whole.shape[0], local.shape[1]))
+    meta = TensorMeta(shape, (local.shape[1], 1), local.dtype)
+    spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
 def split_no_groups() -> None:
     """Let later groups make communicators of their own, instead of splitting that of all ranks."""
     dist.distributed_c10d._get_default_group().bound_device_id = None

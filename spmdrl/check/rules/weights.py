@@ -54,8 +54,9 @@ _LORA_OPTIONS = [
     name for name in _section("model.lora") if name not in ("model.lora.rank", "model.lora.path")
 ]
 _SAID_BY_ADAPTER = ["model.lora.rank", *_LORA_OPTIONS]
-# An adapter's folder does not say how engines get it.
+# An adapter's folder does not say how engines get it, or how the weights under it are stored.
 _SAID_BY_ADAPTER.remove("model.lora.push")
+_SAID_BY_ADAPTER.remove("model.lora.base")
 
 
 def _kept_in_float32(name: str) -> Rule:
@@ -155,6 +156,20 @@ WEIGHTS: list[Rule] = [
         lambda cfg: cfg.model.lora.pushes_adapter and cfg.stream.mode == "reload",
         "adapters are written in place",
         "take auto, or push merged",
+        "not built",
+    ),
+    Rule(
+        ("model.lora.base", "layout.tp"),
+        lambda cfg: cfg.model.lora.quantises and cfg.layout.tp > 1,
+        "quantised weights are sharded by rows alone",
+        "take full, or let dp_shard have these ranks: it gathers the quantised bytes",
+        "not built",
+    ),
+    Rule(
+        ("model.lora.base", "engine.exact"),
+        lambda cfg: cfg.model.lora.quantises and cfg.engine.exact,
+        "exact layers multiply by merged weights, which are not kept quantised",
+        "take full, or set exact to false",
         "not built",
     ),
     # ------------------------------------------------------------------ pushes of what changed

@@ -299,22 +299,29 @@ class AdapterRecord:
     Args:
         form: of the adapters.
         folder: of the weights under them.
+        quantised: the bits of a weight under them and the number of the dtype, see BaseForm; 0, 0
+            if it is not quantised.
         world: of a trainer rank. All trainer ranks construct it, and each reads a share of files.
     """
 
-    def __init__(self, form: LoraForm, folder: Path, world: World):
+    def __init__(
+        self, form: LoraForm, folder: Path, world: World, *, quantised: tuple[int, int] = (0, 0)
+    ):
         names = CheckpointReader(folder).files()
         digests = shared_digests(folder, names, world, field="model.path")
         self._folder = folder
         self._form = form
         self._base = base_digest(digests)
+        self._quantised = quantised
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return {alpha: [] float64, use_rslora: [] int64, base: [] int64}."""
+        """Return {alpha: [] float64, and [] int64: use_rslora, base, base_bits, base_dtype}."""
         return {
             "alpha": torch.tensor(self._form.alpha, dtype=torch.float64),
             "use_rslora": torch.tensor(int(self._form.use_rslora)),
             "base": torch.tensor(self._base),
+            "base_bits": torch.tensor(self._quantised[0]),
+            "base_dtype": torch.tensor(self._quantised[1]),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

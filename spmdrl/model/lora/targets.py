@@ -81,7 +81,7 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     known: Targets = {
         name: (module, "weight")
         for name, module in hf_model.named_modules()
-        if _is_linear(module) and all(module is not h for h in heads)
+        if is_linear(module) and all(module is not h for h in heads)
     }
     experts = {
         f"{name}.{key}": (module, key)
@@ -118,7 +118,7 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     return found
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes x W + b and no more. Some routers are linear layers that
     also choose experts; Falcon's layers are linear, but by code of their own."""
     if not isinstance(module, nn.Linear):
@@ -198,7 +198,7 @@ def _more_than_linear(hf_model: nn.Module) -> list[str]:
     return _patterns(
         f"{name} ({type(module).__name__})"
         for name, module in hf_model.named_modules()
-        if isinstance(module, nn.Linear) and not _is_linear(module)
+        if isinstance(module, nn.Linear) and not is_linear(module)
     )
 
 

@@ -28,6 +28,7 @@ from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.quantised import QUANTISATION_KEYS
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
+from spmdrl.model.lora.quantised_base import base_layers
 from spmdrl.model.tensor_parts import Box, Part, narrow
 from spmdrl.run_folder import write_file
 from spmdrl.tools.export.weights import MergedWeights, SavedWeights
@@ -141,10 +142,13 @@ def write_folder(
         ranks.first(lambda: _make_classifier(out))
 
     def write() -> None:
-        parts = file_tensors(build_meta_model(replace(model, path=str(out)), is_scalar=is_scalar))
+        hf_model = build_meta_model(replace(model, path=str(out)), is_scalar=is_scalar)
+        parts = file_tensors(hf_model)
         weights: SavedWeights | MergedWeights = saved
         if saved.has_adapters:
-            weights = MergedWeights(saved, model_folder(model.path), parts, part=model.part)
+            base = model_folder(model.path)
+            layers = base_layers(hf_model)
+            weights = MergedWeights(saved, base, parts, layers=layers, part=model.part)
         rest = None
         if model.part != "all":
             rest = CheckpointReader(model_folder(model.path), part=model.part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import LAYER_A, base_digest, write_adapter
 from spmdrl.model.lora.merge import low_rank_product
+from spmdrl.model.lora.quantised_base import BaseForm
 from spmdrl.model.lora.targets import pair_names
 from spmdrl.model.tensor_parts import Box, Part, narrow
 
@@ -49,7 +50,7 @@ class SavedWeights:
         return self._read(_MODEL + name)
 
     def record(self, name: str) -> Tensor:
-        """Return a number of the adapters: alpha, use_rslora or base; see AdapterRecord."""
+        """Return a number of the adapters, see AdapterRecord."""
         return self._read(_LORA + name)
 
     def _read(self, key: str) -> Tensor:
@@ -69,16 +70,25 @@ class SavedWeights:
 class MergedWeights:
     """Weights with the adapters merged into them, in float32; read like SavedWeights.
 
+    If the run quantised the weights, these are the dequantised ones: what was trained.
+
     Args:
         saved: a checkpoint of adapters.
         base: folder of the weights that they were trained on.
         parts: {name in its files: part of a live tensor}.
+        layers: names of the linear layers that a run may quantise, see base_layers.
         part: model.part.
     Raises: Refusal when `base` has other weights.
     """
 
     def __init__(
-        self, saved: SavedWeights, base: Path, parts: Mapping[str, Part], *, part: str = "all"
+        self,
+        saved: SavedWeights,
+        base: Path,
+        parts: Mapping[str, Part],
+        *,
+        layers: Collection[str],
+        part: str = "all",
     ):
         self._saved = saved
         self._parts = parts
@@ -89,6 +99,9 @@ class MergedWeights:
                 f"the checkpoint has adapters only, and they were trained on other "
                 f"weights than those in {base}; name those by --model"
             )
+        numbers = (int(saved.record(name)) for name in ("base_bits", "base_dtype"))
+        self._form = BaseForm.of_numbers(*numbers)
+        self._quantised = {f"{name}.weight" for name in layers} if self._form else set()
         self.dtypes = {part.tensor: torch.float32 for part in parts.values()}
         """{name: dtype} of every live tensor."""
 
@@ -98,6 +111,8 @@ class MergedWeights:
             return self._saved.read(name)
         own = {file: part for file, part in self._parts.items() if part.tensor == name}
         whole = self._from_files(own)
+        if self._form and name in self._quantised:
+            whole = self._form.rounded(whole).float()
         names = pair_names(name)
         if names[0] in self._saved.dtypes:
             a, b = (self._saved.read(part) for part in names)

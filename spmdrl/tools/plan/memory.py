@@ -83,6 +83,42 @@ def shards_numel(shape: ModelShape, axes: Axes, *, index: int = 0) -> int:
     )
 
 
+def policy_bytes(run: Run, axes: Axes) -> int:
+    """Return the bytes of the policy's weights that a rank holds, if adapters train."""
+    number = sum(
+        count * block_bytes(run, block.weights, lambda weight: shard_numel(weight, axes))
+        for block, count in run.shape.kinds
+    )
+    return number + run.kernels.compute_bytes * _sharded(run.shape.root, axes)
+
+
+def block_bytes(run: Run, weights: Iterable[Weight], numel: Callable[[Weight], int]) -> int:
+    """Return the bytes of a block's weights in the compute dtype, or quantised.
+
+    Args:
+        numel: returns how many elements of a weight to count: whole rows.
+    """
+    total = 0
+    for weight in weights:
+        if run.base and len(weight.shape) == 2:
+            columns = weight.shape[1]
+            total += numel(weight) // columns * run.base.row_bytes(columns)
+        else:
+            total += numel(weight) * run.kernels.compute_bytes
+    return total
+
+
+def dequantised_bytes(run: Run) -> int:
+    """Return the bytes of the largest weight while it is dequantised; 0 if none is."""
+    if not run.base:
+        return 0
+    most = max(w.numel for b, _ in run.shape.kinds for w in b.weights if len(w.shape) == 2)
+    # The product of codes and scales is float32. Before it codes are int32, one for two of nf4,
+    # and after it comes the compute dtype.
+    half = 2 if run.base.kind == "nf4" or run.kernels.compute_bytes == 2 else 0
+    return most * (4 + half)
+
+
 def expert_shards_numel(shape: ModelShape, axes: Axes) -> int:
     """Return how many of these elements are of experts that are sharded over other ranks."""
     if axes.ep * axes.tp == 1:

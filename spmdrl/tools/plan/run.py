@@ -19,6 +19,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.lora.layers import lora_form
+from spmdrl.model.lora.quantised_base import BaseForm
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.model.parallel.recompute import has
@@ -66,6 +67,13 @@ class Run:
     def tokens(self) -> float:
         """Of a step, prompts and responses."""
         return self.sequences * (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def base(self) -> BaseForm | None:
+        """How trainers store the weights under adapters; None: in the compute dtype."""
+        lora = self.cfg.model.lora
+        dtype = getattr(torch, self.cfg.model.compute_dtype)
+        return BaseForm(lora.base, dtype) if self.lora_numel and lora.quantises else None
 
     def keeps_weights(self, axes: Axes) -> bool:
         """Return whether a sleeping engine keeps its weights, in pinned host memory: where a push

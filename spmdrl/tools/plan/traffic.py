@@ -14,6 +14,7 @@ from spmdrl.tools.plan.memory import (
     bucket_count,
     expert_shards_numel,
     lora_numel,
+    policy_bytes,
     rounds_s,
     shards_numel,
 )
@@ -104,7 +105,8 @@ def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     reduces = updates if memory.reduce == "last" else count * epochs
     c = run.kernels.compute_bytes
     span = axes.span("fsdp")
-    yield Flow("FSDP gathers", gathers * c * sent, gathers * blocks, span, hides=True)
+    nbytes = (n - 1) * policy_bytes(run, axes) if run.base else c * sent
+    yield Flow("FSDP gathers", gathers * nbytes, gathers * blocks, span, hides=True)
     yield Flow("FSDP reduces", reduces * 4 * reduced, reduces * blocks, span, hides=True)
     copies = axes.dp_replicate
     span = axes.span("dp_replicate")

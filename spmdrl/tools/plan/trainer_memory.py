@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -9,7 +10,7 @@ from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.model.attention.packing import PaddedGroup, padded_groups
 from spmdrl.model.divisibility import context_method
 from spmdrl.model.head import logit_bytes
-from spmdrl.model.model_shape import Block, ModelShape
+from spmdrl.model.model_shape import Block, ModelShape, Weight
 from spmdrl.tools.plan.activations import (
     Cut,
     RowPart,
@@ -23,12 +24,15 @@ from spmdrl.tools.plan.activations import (
 from spmdrl.tools.plan.memory import (
     CUDA_CONTEXT,
     Memory,
+    block_bytes,
     bucket_bytes,
+    dequantised_bytes,
     gathered_numel,
     largest_file_tensor,
     local_shape,
     lora_numel,
     muon_numel,
+    policy_bytes,
     proof_bytes,
     shards_numel,
 )
@@ -82,7 +86,7 @@ def _memory_of(run: Run, axes: Axes, work: RowPart, *, num_scored: int) -> Memor
     spared = muon_numel(shape, axes) * (run.moment_bytes - _MUON_BYTES) if has_muon else 0
     critic = int(run.trained_models * (state * (2 * run.master_bytes + run.moment_bytes) - spared))
     causes = {
-        "weights": c * state + master * trained if run.lora_numel else master * state,
+        "weights": policy_bytes(run, axes) + master * trained if run.lora_numel else master * state,
         "gradients": master * trained,
         "optimizer": int(run.moment_bytes * trained - spared),
         "other models": critic + run.frozen_models * c * state * (run.master_bytes > 0),
@@ -173,9 +177,14 @@ def _largest(shape: ModelShape, axes: Axes) -> int:
     return max(gathered_numel(block.weights, axes) for block, _ in shape.kinds)
 
 
-def _sharded_numel(block: Block, axes: Axes) -> int:
-    """Return the number of elements of a block's sharded tensors when they are gathered."""
-    return gathered_numel([w for w in block.weights if local_shape(w, axes)[1] > 1], axes)
+def _whole_bytes(run: Run, weights: Iterable[Weight], axes: Axes) -> int:
+    """Return the bytes of a block's weights when they are gathered."""
+    return block_bytes(run, weights, lambda weight: gathered_numel([weight], axes))
+
+
+def _sharded_bytes(run: Run, block: Block, axes: Axes) -> int:
+    """Return the bytes of a block's sharded tensors when they are gathered."""
+    return _whole_bytes(run, [w for w in block.weights if local_shape(w, axes)[1] > 1], axes)
 
 
 def _gathered_bytes(run: Run, axes: Axes) -> int:
@@ -185,13 +194,12 @@ def _gathered_bytes(run: Run, axes: Axes) -> int:
     not resharded.
     """
     shape = run.shape
-    numel = gathered_numel(shape.root, axes)
+    total = gathered_numel(shape.root, axes) * run.kernels.compute_bytes
     for block, count in shape.kinds:
-        numel += count * gathered_numel(block.weights, axes)
-        numel -= (
-            0 if run.cfg.model.memory.reshard == "never" else count * _sharded_numel(block, axes)
-        )
-    return numel * run.kernels.compute_bytes
+        total += count * _whole_bytes(run, block.weights, axes)
+        if run.cfg.model.memory.reshard != "never":
+            total -= count * _sharded_bytes(run, block, axes)
+    return total
 
 
 def _head_rows(shape: ModelShape, axes: Axes) -> int:
@@ -208,9 +216,8 @@ def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
     # The weight's gradient in float32; in bfloat16 also that of one chunk, or the sum.
     gradient = rows * shape.hidden * (4 + (c if c < 4 else 0))
     gradient = 0 if run.lora_numel else gradient
-    last = (
-        c * _sharded_numel(shape.blocks[-1], axes) if run.cfg.model.memory.reshard == "auto" else 0
-    )
+    is_kept = run.cfg.model.memory.reshard == "auto"
+    last = _sharded_bytes(run, shape.blocks[-1], axes) if is_kept else 0
     return {
         "activations": saved.blocks + saved.rest,
         "head": logits + gradient,
@@ -228,8 +235,8 @@ def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> dic
         stream = work.tokens * (4 + c) * shape.hidden
     else:  # this block's weights, and the buffer in which they were gathered
         is_kept = run.cfg.model.memory.reshard == "never"
-        shared = 0 if is_kept else max(_sharded_numel(b, axes) for b, _ in shape.kinds)
-        at_once = {"gathered by FSDP": _gathered_bytes(run, axes) + 2 * c * shared}
+        shared = 0 if is_kept else max(_sharded_bytes(run, b, axes) for b, _ in shape.kinds)
+        at_once = {"gathered by FSDP": _gathered_bytes(run, axes) + 2 * shared}
         stream = 0
     extra = max(
         ulysses_extra_bytes(b.attention, work) - mlp_bytes(b, work, hidden=shape.hidden)
@@ -247,9 +254,9 @@ def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> di
     # at the end.
     gathered = _gathered_bytes(run, axes)
     if run.cfg.model.memory.reshard != "never":
-        most = max(_sharded_numel(block, axes) for block, _ in shape.kinds)
+        most = max(_sharded_bytes(run, block, axes) for block, _ in shape.kinds)
         ahead = run.cfg.model.memory.prefetch
-        gathered += (3 + (0 if ahead == "auto" else max(0, ahead - 1))) * c * most
+        gathered += (3 + (0 if ahead == "auto" else max(0, ahead - 1))) * most
     reduced = 0 if run.lora_numel or c == 4 else (c + 4) * numel
     head = 0 if run.lora_numel else c * _head_rows(shape, axes) * shape.hidden
     return {
@@ -257,6 +264,7 @@ def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> di
         "head": head,
         "gathered by FSDP": gathered,
         "gradients in reduction": reduced,
+        "dequantised": dequantised_bytes(run),
     }
 
 
