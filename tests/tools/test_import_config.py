@@ -549,6 +549,8 @@ def test_what_verl_has_and_we_have_not_is_asked_for(values, field, why):
             {"use_peft": True, "lora_target_modules": ["q_proj"]},
             {"model.lora.rank": 16, "model.lora.alpha": 32, "model.lora.targets": ["q_proj"]},
         ),
+        ({"use_peft": True, "load_in_4bit": True}, {"model.lora.base": "nf4"}),
+        ({"load_in_4bit": True}, {"model.lora.base": None}),
     ],
 )
 def test_of_trl_on_four_gpus(values, wanted):

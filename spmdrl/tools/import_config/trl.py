@@ -225,6 +225,9 @@ def _model(theirs: Theirs, ours: Ours) -> None:
 
 def _lora(theirs: Theirs, ours: Ours) -> None:
     if not theirs["use_peft"]:
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if theirs[key]:
+                ours.tell(key, "only weights under adapters are quantized in training (use_peft)")
         return
     targets = theirs["lora_target_modules"]
     ours.set(model__lora__rank=theirs["lora_r"], model__lora__alpha=theirs["lora_alpha"])
@@ -232,6 +235,10 @@ def _lora(theirs: Theirs, ours: Ours) -> None:
         ours.ask("model.lora.targets", "PEFT chooses by family, often [q_proj, v_proj]: name them")
     else:
         ours.set(model__lora__targets=targets)
+    if theirs["load_in_4bit"]:
+        ours.set(model__lora__base="nf4")
+    elif theirs["load_in_8bit"]:
+        ours.set(model__lora__base="int8")
     if theirs["lora_dropout"]:
         ours.tell(f"lora_dropout = {theirs['lora_dropout']}", "adapters have no dropout here")
 
