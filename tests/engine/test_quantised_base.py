@@ -32,6 +32,8 @@ def _probe(stream: Any, engine: Any, trainer: Any) -> dict[str, Any]:
     return {"mode": stream.mode, "gaps": gaps, "bytes": nbytes}
 
 
+@pytest.mark.proves("lora_base", "lora_push", "split")
+@pytest.mark.proves("lora_base", "inference_tp", "colocated")
 @pytest.mark.parametrize("push", LAYOUTS)
 def test_an_engine_computes_what_trains_and_not_the_weights_of_the_files(push, tmp_path):
     layout = LAYOUTS[push]

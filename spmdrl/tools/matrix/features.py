@@ -40,6 +40,11 @@ FEATURES: tuple[Feature, ...] = (
         "engines compute with adapters",
         {"model.lora.rank": 8} | {"model.lora.push": "adapter"},
     ),
+    Feature(
+        "lora_base",
+        "weights under adapters are quantised",
+        {"model.lora.rank": 8} | {"model.lora.base": "nf4"},
+    ),
     Feature("quantised", "weights of files are quantised"),
     Feature("images", "the model takes images"),
     Feature("moe", "the model is a mixture of experts"),
