@@ -247,7 +247,7 @@ class QuantisedBase:
         return value if delta is None else value + delta(box)
 
 
-class _Product(torch.autograd.Function):
+class _DequantisedProduct(torch.autograd.Function):
     """W x + b, with W dequantised in each pass, so that only its codes are saved."""
 
     @staticmethod
@@ -264,4 +264,4 @@ class _Product(torch.autograd.Function):
 
 
 def _forward(layer: Any, form: BaseForm, x: Tensor) -> Tensor:
-    return _Product.apply(x, layer.weight, layer.bias, form)
+    return _DequantisedProduct.apply(x, layer.weight, layer.bias, form)
