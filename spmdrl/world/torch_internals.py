@@ -9,6 +9,7 @@ checkpoint_wrapper, CheckpointImpl, Wrapper, plain_name
                           distributed.algorithms._checkpoint    once its module is public
 StridedShard              placement_types._StridedShard     once it is public
 sharded_like              tensor._dtensor_spec              once from_local keeps a tensor's device
+sharded_rows_like         tensor._dtensor_spec              once from_local keeps a tensor's device
 unflatten_axis            DeviceMesh._unflatten             once it is public
 split_no_groups           ProcessGroup.bound_device_id      once a gloo group splits nothing
 set_group_timeout         distributed_c10d.default_pg_*timeout  once meshes take a timeout

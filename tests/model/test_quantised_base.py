@@ -315,7 +315,7 @@ def test_ranks_hold_what_the_plan_says(kind, dtype, tmp_path):
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"layout": {"tp": 2, "world_size": 2}}, ["model.lora.base", "layout.tp", "dp_shard"]),
+        ({"layout": {"tp": 2, "world_size": 2}}, ["model.lora.base", "layout.tp", "FSDP2"]),
         ({"engine": {"exact": True}}, ["model.lora.base", "engine.exact"]),
         ({"model": {"lora": {"base": "nf4", "rank": 0}}}, ["model.lora.base", "model.lora.rank"]),
     ],

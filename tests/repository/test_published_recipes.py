@@ -130,7 +130,9 @@ def test_a_twin_runs_as_far_as_its_config_tells(name):
     run = twins.RUNS[name]
     flags = as_flags(run.flags)
     cfg = read(["--config", f"configs/{run.config}", *flags], prog="test")
-    assert validate(cfg) == [] and cfg.layout.world_size == run.ranks
+    # The program makes some models before it runs this.
+    problems = [problem for problem in validate(cfg) if str(twins.FOLDER) not in problem]
+    assert not problems and cfg.layout.world_size == run.ranks
 
 
 def test_twins_compare_runs_that_are_there_by_metrics_that_are():

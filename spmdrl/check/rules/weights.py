@@ -162,7 +162,7 @@ WEIGHTS: list[Rule] = [
         ("model.lora.base", "layout.tp"),
         lambda cfg: cfg.model.lora.quantises and cfg.layout.tp > 1,
         "quantised weights are sharded by rows alone",
-        "take full, or let dp_shard have these ranks: it gathers the quantised bytes",
+        "take full, or set layout.tp to 1: FSDP2 gathers the quantised bytes",
         "not built",
     ),
     Rule(
