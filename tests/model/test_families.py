@@ -117,6 +117,24 @@ SMALL: dict[str, dict[str, int]] = {
         zero_expert_num=4,
         expert_ffn_hidden_size=32,
     ),
+    "minimax_m3_vl_text": dict(
+        hidden_size=128,
+        intermediate_size=64,
+        dense_intermediate_size=64,
+        shared_intermediate_size=64,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rotary_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        index_n_heads=2,
+        index_head_dim=32,
+        index_block_size=8,
+        index_topk_blocks=2,
+    ),
 }
 """Sizes of families whose configs shrink.py does not know."""
 

@@ -23,7 +23,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "xlm": ({"n_layers": 2}, "transformer.ffns.0 (Linear, Linear, GELUActivation) has no part"),
     "doge": ({}, "self_attn attends by a mask of its own, attn_mask"),
     "bert": ({}, "it asks for a mask that is neither causal, a window nor chunks"),
-    "glm_moe_dsa": ({}, "self_attn.indexer (GlmMoeDsaIndexer) chooses keys by code of its own"),
     "cpmant": ({}, "its code does not run without its weights (modeling_cpmant.py:"),
 }
 SEEN: dict[str, tuple[dict[str, Any], list[MaskPattern]]] = {
@@ -67,6 +66,7 @@ MIXERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "falcon": ({}, ["FalconAttention", "FalconAttention"]),
     "gptj": ({}, ["GPTJAttention", "GPTJAttention"]),
     "mpt": ({}, ["MptAttention", "MptAttention"]),
+    "glm_moe_dsa": ({}, ["GlmMoeDsaAttention", "GlmMoeDsaAttention"]),
 }
 
 

@@ -7,8 +7,8 @@ A row holds several sequences. A layer must not mix tokens of different sequence
 - Layers with a state whose functions we replace clear it where a sequence begins: gated delta nets,
   Mamba 2, short convolutions (packed_states.py).
 - Other layers that mix tokens do not know about packing: Mamba 1, lightning attention, attention by
-  the model's own code. They compute one sequence per row, padded at its end. They are causal, so no
-  token sees the padding.
+  the model's own code, and eager attention to keys that an indexer chooses. They compute one
+  sequence per row, padded at its end. They are causal, so no token sees the padding.
 - A model with any other layer that mixes tokens is refused by name.
 
 Layers get a `packing` as a keyword argument. Where a model or a block does not pass it on, a hook
@@ -22,7 +22,7 @@ import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -73,6 +73,8 @@ class OwnAttention:
     biases: tuple[str, ...] = ()
     """Parameters for biases of scores by the position of the key, [Hq, 1, T], 0 at the first
     (ALiBi)."""
+    is_eager: bool = False
+    """Whether it calls transformers' interface, of which it gets the eager attention."""
 
     def mask(self, length: int, *, like: Tensor) -> Tensor:
         """Return the mask [1, 1, length, length] of one sequence, as for eager attention.
@@ -236,20 +238,29 @@ def _read_block(
     mixes = bool(attention_parts or mixing_parts)
     if pattern and not mixes:
         yield f"{name} ({children}) attends by code of its own, which is not a module"
+    by_rows = [part for part in attention_parts if _chooses_keys(block.get_submodule(part))]
     others = tree_leaves({k: v for k, v in inputs.items() if k != "attention_mask"})
     has_other_masks = any(isinstance(other, MaskPattern) for other in others)
     if has_other_masks or (mask is not None and pattern is None):
         yield f"{name} is given masks otherwise than as attention_mask"
     for key, value in inputs.items():
-        if any(isinstance(leaf, Other) for leaf in tree_leaves(value)):
+        is_choice = by_rows and key.endswith("indices")
+        if not is_choice and any(isinstance(leaf, Other) for leaf in tree_leaves(value)):
             yield f"{name} is given more by the block before it than hidden states: {key}"
             break
     if "packing" not in inputs:
         found.blocks_without_packing.append(name)
         if not mixes:
             yield f"{name} ({children}) has no part that is known to mix tokens"
+    for part in by_rows:
+        found.mixers.setdefault(name, []).append(f"{name}.{part}")
+        own = OwnAttention(pattern or MaskPattern(), is_eager=True)
+        found.own_attention[f"{name}.{part}"] = own
+        yield from _own_problems(f"{name}.{part}", block.get_submodule(part), inputs)
     for part in attention_parts:
         attention = block.get_submodule(part)
+        if part in by_rows:
+            continue
         if not _passes_keywords_on(attention):
             yield f"{name}.{part} does not pass on to its attention where sequences begin"
         if not _passes_keywords_on(block):
@@ -265,7 +276,7 @@ def _read_block(
             found.own_attention[f"{name}.{part}"] = OwnAttention(pattern, _biases(inputs))
             yield from _own_problems(f"{name}.{part}", block.get_submodule(part), inputs)
     for part, module in block.named_modules():
-        if isinstance(module, nn.Conv1d) and not _is_within(part, mixing_parts):
+        if isinstance(module, nn.Conv1d) and not _is_within(part, [*mixing_parts, *by_rows]):
             yield f"{name}.{part} is a convolution over the tokens of the row"
 
 
@@ -342,6 +353,14 @@ def _mixes_tokens(module: nn.Module) -> bool:
     return bool(_MIXING_PARAMETERS & set(inspect.signature(type(module).forward).parameters))
 
 
+def _chooses_keys(attention: nn.Module) -> bool:
+    """Return whether attention by transformers' interface chooses or weighs keys by code of its
+    own, which its eager form adds to the mask."""
+    parts = [part for part in attention.modules() if part is not attention]
+    options = _unsupported_options(type(attention).forward)
+    return any(map(_mixes_tokens, parts)) or any(f"by its {name}" in options for name in CHOOSING)
+
+
 def _attention_problems(name: str, module: nn.Module, found: PackingSupport) -> Iterator[str]:
     if "torch.arange" in _code(type(module).forward):
         # Llama 4 scales queries by their position in the row, as the last step before attention.
@@ -349,9 +368,6 @@ def _attention_problems(name: str, module: nn.Module, found: PackingSupport) -> 
             yield f"{name} counts the places of tokens by the row, not by their sequence"
         elif module.attn_temperature_tuning and not module.use_rope:
             found.temperatures[name] = Temperature(module.floor_scale, module.attn_scale)
-    for part, child in module.named_modules():
-        if part and _mixes_tokens(child):
-            yield f"{name}.{part} ({type(child).__name__}) chooses keys by code of its own"
     yield from (f"{name} attends {what}" for what in _unsupported_options(type(module).forward))
     if not getattr(module, "is_causal", True):
         yield f"{name} attends in both directions"
@@ -507,8 +523,9 @@ def _by_rows(
             sequences are computed one by one, since models batch such biases differently.
         args, kwargs: the layer's other arguments. Tensors [1, T, ...] are cut in the same way; the
             packing arguments, which the layer does not know, are left out.
-    Returns: what the layer does, with None for each output after the first: these are of padded
-        rows (attention weights, a last state), and a model that computes with them fails.
+    Returns: what the layer does, with indices of keys as `_Choices`, and None for each other output
+        after the first: these are of padded rows (attention weights, a last state), and a model
+        that computes with them fails.
     """
     packing = _stored_packing(mixer)
     assert isinstance(packing, Packing) and packing.keys is None, "a state begins with its sequence"
@@ -526,11 +543,14 @@ def _by_rows(
     whole = padded_rows(hidden_states)
     others = tree_map(padded_rows, kwargs)
     padded = whole.shape[0]
-    outputs = []
+    outputs: list[Any] = []
+    is_eager = attention is not None and attention.is_eager
     for start, count, rows in _row_groups(packing, one_by_one=bool(biases)):
         end = start + count * rows
 
         def cut(value: Any) -> Any:
+            if isinstance(value, _Choices):
+                return value.of_groups[len(outputs)]
             if not isinstance(value, Tensor) or value.shape[:1] != (padded,):
                 return value
             return value[start:end].unflatten(0, (count, rows))
@@ -538,12 +558,30 @@ def _by_rows(
         # Biases depend on the position of a key alone, and each sequence begins at 0.
         own = tree_map(cut, others) | {name: bias[..., :rows] for name, bias in biases.items()}
         if attention:
-            own["attention_mask"] = attention.mask(rows, like=hidden_states)
-        outputs.append(forward(cut(whole), **own))
+            mask = attention.mask(rows, like=hidden_states)
+            own["attention_mask"] = mask.expand(count, -1, -1, -1) if is_eager else mask
+        with attention_implementation(mixer, "eager") if is_eager else nullcontext():
+            outputs.append(forward(cut(whole), **own))
     is_several = isinstance(outputs[0], (tuple, list))
     firsts = [output[0] if is_several else output for output in outputs]
     joined = unpad(torch.cat([first.flatten(0, 1) for first in firsts]), packing)[None]
-    return type(outputs[0])((joined, *[None] * (len(outputs[0]) - 1))) if is_several else joined
+    if not is_several:
+        return joined
+    return type(outputs[0])((joined, *map(_choices, [*zip(*outputs)][1:])))
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """The keys that an indexer chose, which later layers take too."""
+
+    of_groups: tuple[Tensor, ...]
+    """[B, L, keys] int32 for each group of padded rows."""
+
+
+def _choices(outputs: tuple[Any, ...]) -> _Choices | None:
+    """Return a layer's outputs for groups of padded rows, if they are indices; else None."""
+    are_indices = all(isinstance(x, Tensor) and x.dtype == torch.int32 for x in outputs)
+    return _Choices(outputs) if are_indices else None
 
 
 def _row_groups(packing: Packing, *, one_by_one: bool) -> Iterator[tuple[int, int, int]]:

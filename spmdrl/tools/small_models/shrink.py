@@ -119,8 +119,9 @@ _DROPPED = {"quantization_config", "torch_dtype", "dtype", "transformers_version
 _INTERMEDIATE = re.compile(r"intermediate_size|ffn_hidden_size|^n_inner$|^ffn_dim$")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
-_FIXED: dict[str, int] = {
+_FIXED: dict[str, Any] = {
     "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
     "attention_chunk_size": CHUNK,
     "window_size": WINDOW,
     "floor_scale": WINDOW,  # of Llama 4's temperature, which grows by the position
@@ -141,6 +142,9 @@ _FIXED: dict[str, int] = {
     "q_lora_rank": 2 * HEAD_DIM,
     "qk_nope_head_dim": HEAD_DIM,
     "v_head_dim": HEAD_DIM,
+    # Indexers and compressors, which choose keys
+    "index_topk": WINDOW,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
     # Gemma 3n and 4
     "laurel_rank": 16,
     "hidden_size_per_layer_input": HEAD_DIM,
