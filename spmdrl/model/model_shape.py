@@ -327,12 +327,6 @@ def _other_sizes(hf_model: nn.Module, *, known: Iterable[int]) -> tuple[tuple[st
 def tp_problem(hf_model: nn.Module) -> str:
     """Return why a model cannot be tensor-parallel over any number of ranks; empty if it can."""
     styles = tp_styles(hf_model)
-    for name, module in hf_model.named_modules():
-        if name.endswith("act_fn") and any(True for _ in module.parameters()):
-            return (
-                f"{type(module).__name__} of {name} has parameters, of whose gradient each rank "
-                "would have a part"
-            )
     problem = next(style_problems(hf_model, styles), "")
     needs_own_tokens = mixtures(hf_model) or any(map(is_latent, hf_model.modules()))
     if problem or not needs_own_tokens:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import fit_problems
@@ -114,19 +115,42 @@ def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
         "style sideways, which is not supported; known: colwise,"
     )
     assert "layers.1" in second and model_shape(model).counts.tp_problem == first
+    model = model_of("gpt_neox")
     model._tp_plan = {}
     (problem,) = style_problems(model, tp_styles(model))
-    assert problem == "Qwen2ForCausalLM has no tensor-parallel plan of its own"
+    assert problem == "GPTNeoXForCausalLM has no tensor-parallel plan of its own"
+
+
+def test_a_model_without_a_plan_gets_that_of_the_names_of_its_matrices():
+    model = model_of("qwen2")
+    own = tp_styles(model)
+    model._tp_plan = {}
+    assert tp_styles(model) == {name: s for name, s in own.items() if "embed" not in name}
+    model.model.layers[1].mlp.mixes = nn.Linear(4, 4, device="meta")
+    assert tp_styles(model) == {}  # a matrix that is not known
+
+
+def test_attention_that_reshapes_by_all_heads_is_not_split():
+    assert tp_styles(model_of("stablelm")) == {}
+    norms = model_of("stablelm", qk_layernorm=True)  # one per head
+    assert tp_styles(norms) == {}
+
+
+def test_an_activation_with_parameters_has_a_part_of_their_gradient_on_each_rank():
+    model = model_of("apertus")
+    styles = tp_styles(model)
+    assert styles["model.layers.1.mlp.act_fn"] == PARTIAL and tp_problem(model) == ""
 
 
 def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded():
     kinds = ["linear_attention", "full_attention"]
-    model = model_of("granitemoehybrid", layer_types=kinds)
+    model = model_of("qwen3_moe")
+    model.model.layers[1].other = nn.Linear(4, 4, device="meta")
     assert tp_problem(model) == (
         "experts and latent attention need tokens sharded between layers, which cannot be done "
-        "with GraniteMoeHybridForCausalLM: model.layers.0.shared_mlp is neither attention, MLP nor "
-        "norm"
+        "with Qwen3MoeForCausalLM: model.layers.1.other is neither attention, MLP nor norm"
     )
+    assert tp_problem(model_of("granitemoehybrid", layer_types=kinds)) == ""
     assert tp_problem(model_of("qwen3_next", layer_types=kinds)) == ""
     assert tp_problem(model_of("deepseek_v3")) == ""
     whole = model_of("gpt_neox")  # dense: it has all tokens on every rank, if it has a plan
@@ -138,7 +162,7 @@ def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded
 @pytest.mark.parametrize(
     "kind, says",
     [
-        ("phimoe", "PhimoeForCausalLM has no tensor-parallel plan of its own"),
+        ("stablelm", "StableLmForCausalLM has no tensor-parallel plan of its own"),
         ("gemma3n_text", "module model.layers.0.mlp (Gemma3nTextMLP) drops activations by"),
         ("minimax", "its MiniMaxLightningAttention is not cut"),
     ],

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from spmdrl.model.attention.packed_states import supports_packed_states
 from spmdrl.model.blocks import base_of, blocks, mixtures
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, with_gradient
-from spmdrl.model.parallel.tp_plan import PARTIAL
+from spmdrl.model.parallel.tp_plan import PARTIAL, of_own_tokens
 
 _PARTS = {"self_attn": "attention", "mlp": "MLP", "feed_forward": "MLP", "mixer": "either"}
 """Names of a block's parts, and which part it is. Nemotron-H's blocks have one, `mixer`."""
@@ -63,24 +63,21 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
         styles: what `tp_plan.tp_styles` returned.
     """
     inside = blocks(hf_model)
-    apart = mixtures(hf_model)
+    apart = of_own_tokens(hf_model)
     for place, block in inside.items():
         for name, child in block.named_children():
             where = f"{place}.{name}"
-            if where in apart or supports_packed_states(child):
+            if where in apart:
                 continue
             if name not in _PARTS and not _is_norm(child):
                 return f"{where} is neither attention, MLP nor norm"
             if name in _PARTS and (key := _unsplit(child, where, styles)):
                 return f"{where}.{key} is not split"
-        # A mixture of experts that is not named mlp counts as the MLP, a layer with a state as
-        # attention.
+        # What is computed for own tokens counts as the MLP, but a layer with a state as attention.
         parts = {kind for part, kind in _PARTS.items() if hasattr(block, part)}
         for name, child in block.named_children():
             if f"{place}.{name}" in apart:
-                parts.add("MLP")
-            if supports_packed_states(child):
-                parts.add("attention")
+                parts.add("attention" if supports_packed_states(child) else "MLP")
         if len(parts) < 2 and not hasattr(block, "mixer"):
             return f"{place} has no attention or no MLP"
     embedding = hf_model.get_input_embeddings()

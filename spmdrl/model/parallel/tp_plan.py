@@ -1,22 +1,23 @@
 """The tensor-parallel style of each part of a model.
 
-transformers' models have a plan of their own, {name pattern: style}. Three things are added: latent
-attention (DeepSeek's) and attention with sinks (GPT-OSS's), of which some plans say nothing, are
-split by heads; so are norms of queries and keys by head, which some plans forget. Mixtures of
-experts and layers with a state are left alone, since each rank computes them for its own tokens.
+Most of transformers' models have a plan of their own, {name pattern: style}; a model without one
+gets it where the names of all its matrices are known. Three things are added: latent attention
+(DeepSeek's) and attention with sinks (GPT-OSS's), of which some plans say nothing, are split by
+heads; so are norms of queries and keys by head, which some plans forget. Mixtures of experts and
+layers with a state are left alone, since each rank computes them for its own tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from spmdrl.model.attention.packed_states import supports_packed_states
 from spmdrl.model.blocks import blocks, is_latent, mixtures
 from spmdrl.model.transformers_internals import tp_plan
-from spmdrl.model.vision.families import vision_modules
 
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of a module that is whole on every rank and computes own heads only. The gradients of the
@@ -46,12 +47,10 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
     own = tp_plan(hf_model)
     if not any("*" in pattern for pattern in own):  # at most of the head
         own |= _plan_by_names(hf_model)
-    added = {**_norms_plan(hf_model, own), **_sinks_plan(hf_model)}
-    plan = {**added, **own, **_latent_plan(hf_model)}
+    added = {**_norms_plan(hf_model, own), **_activations_plan(hf_model, own)}
+    plan = {**added, **_sinks_plan(hf_model), **own, **_latent_plan(hf_model)}
     head = hf_model.get_output_embeddings()
-    apart = [*mixtures(hf_model)]
-    apart += [name for name, part in hf_model.named_modules() if supports_packed_states(part)]
-    inside = tuple(f"{name}." for name in apart)
+    inside = tuple(f"{name}." for name in of_own_tokens(hf_model))
     places = [n for n, m in hf_model.named_modules() if m is not head]
     places += [n for n, _ in hf_model.named_parameters()]
     return {
@@ -59,6 +58,15 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
         for name in places
         if _pattern(name) in plan and not name.startswith(inside)
     }
+
+
+def of_own_tokens(hf_model: nn.Module) -> set[str]:
+    """Return the names of modules that each rank computes whole, for its own tokens: mixtures,
+    layers with a state, and MLPs whose gate and up projection are one matrix (Granite 4)."""
+    found = {name for name, part in hf_model.named_modules() if supports_packed_states(part)}
+    for place, block in blocks(hf_model).items():
+        found |= {f"{place}.{name}" for name, _ in block.named_children() if name == "shared_mlp"}
+    return found | {*mixtures(hf_model)}
 
 
 _BY_NAME = {
@@ -69,21 +77,48 @@ _BY_NAME = {
 
 
 def _plan_by_names(hf_model: nn.Module) -> dict[str, str]:
-    """Return a plan for a model without one that has a tower (the dense Qwen3-VL) or layers with a
-    state (LFM2, Bamba, Nemotron-H)."""
-    if not (vision_modules(hf_model) or any(map(supports_packed_states, hf_model.modules()))):
+    """Return a plan for a model without one, such as Nemotron, StableLM and those with a state.
+
+    It is empty if a block has a matrix of another name, parameters beside a matrix that are of all
+    heads together, or attention whose code asks for the number of all heads.
+    """
+    inside = [part for block in blocks(hf_model).values() for part in block.modules()]
+    if any(_counts_heads(part) for part in inside if hasattr(part, "q_proj")):
         return {}
-    found = {}
+    found: dict[str, str] = {}
+    apart = tuple(f"{name}." for name in of_own_tokens(hf_model))
     for place, block in blocks(hf_model).items():
-        for part, module in block.named_modules():
-            name = part.rpartition(".")[2]
-            if name == "out_proj" and hasattr(
-                block.get_submodule(part.rpartition(".")[0]), "q_proj"
-            ):
+        for key, parameter in block.named_parameters():
+            part, _, _ = key.rpartition(".")
+            if not part or f"{place}.{key}".startswith(apart) or "lora_" in key:
+                continue
+            holder, _, name = part.rpartition(".")
+            if name == "out_proj" and hasattr(block.get_submodule(holder), "q_proj"):
                 name = "o_proj"
-            if name in _BY_NAME and isinstance(module, nn.Linear):
+            if name in _BY_NAME:
                 found[_pattern(f"{place}.{part}")] = _BY_NAME[name]
+            elif parameter.dim() > 1 or (holder and not _is_of_each(parameter, name, hf_model)):
+                return {}
     return found
+
+
+def _counts_heads(attention: nn.Module) -> bool:
+    """Return whether attention reshapes by the number of all heads, not by those that it gets."""
+    code = inspect.unwrap(type(attention).forward).__code__
+    return bool({"num_heads", "num_key_value_heads", "hidden_size"} & {*code.co_names})
+
+
+def _is_of_each(vector: Tensor, name: str, hf_model: nn.Module) -> bool:
+    """Return whether a vector in a block's part is the same for each head or feature.
+
+    One of a list is of one head (StableLM).
+    """
+    if name.isdigit():
+        return False
+    config = hf_model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return vector.numel() == head_dim or (name == "act_fn" and vector.numel() == 1)
 
 
 def _pattern(name: str) -> str:
@@ -98,6 +133,16 @@ def _norms_plan(hf_model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if plan.get(_pattern(f"{name}.q_proj")) == "colwise"
         for own, child in module.named_children()
         if (shapes := [p.dim() for p in child.parameters()]) and max(shapes) == 1
+    }
+
+
+def _activations_plan(hf_model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of activations with parameters (Apertus), whose features are a rank's."""
+    return {
+        _pattern(f"{name}.act_fn"): PARTIAL
+        for name, module in hf_model.named_modules()
+        if plan.get(_pattern(f"{name}.up_proj")) == "colwise"
+        and any(True for _ in getattr(module, "act_fn", nn.Identity()).parameters())
     }
 
 
