@@ -64,7 +64,7 @@ class Row:
 
 
 _UNEVEN = {"hidden_size": 48, "heads": 6, "kv_heads": 3}  # neither cp 4 nor cp 2 * tp 2 divides
-_WITH_STATE = ("qwen3_5_text", "nemotron_h", "lfm2")
+_SHRUNK = ("qwen3_5_text", "nemotron_h", "lfm2", "granitemoehybrid", "apertus")
 _MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 _GPT_OSS = {"architecture": "gpt_oss", "hf_config": {"sliding_window": 6}}
 _RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
@@ -155,6 +155,9 @@ ROWS = {
     "nemotron_h, checkpointing": Row(
         ("shard2 tp2 ep2",), architecture="nemotron_h", model=_RECOMPUTED
     ),
+    # Without a plan of its own, and with an MLP of one matrix; an activation with parameters.
+    "granitemoehybrid": Row(("shard2 tp2 ep2",), architecture="granitemoehybrid"),
+    "apertus": Row((), architecture="apertus"),
     "lora, lfm2": Row(("cp2 tp2",), architecture="lfm2", model={"lora": {"rank": 3}}),
 }
 DEFAULT = [(row, mesh) for row in ROWS for mesh in ROWS[row].meshes]
@@ -327,7 +330,7 @@ def _config(where: Path, row: Row) -> Config:
     std = {"initializer_std": 0.1} if row.architecture in _MIXTURES else {}
     sizes = std | row.sizes
     folder = where / "model"
-    if row.architecture in _WITH_STATE:
+    if row.architecture in _SHRUNK:
         tiny_model(shrunk(family_config(row.architecture)), folder)
     else:
         small_model(where, architecture=row.architecture, hf_config=row.hf_config, **sizes)
