@@ -22,7 +22,7 @@ from tests.helpers.gateway_runs import agent_config, gateway_in_thread, standing
 
 END = "<|im_end|>"
 AGENTS = """\
-import asyncio, json, os, random, sys, time
+import asyncio, json, os, random, socket, sys, time
 
 ASK = [{"role": "user", "content": "2+2?"}]
 
@@ -74,6 +74,20 @@ async def hostile(row, client):
         if os.fork() == 0:
             time.sleep(600)
         return 1.0
+    if do == "daemon":
+        if os.fork() == 0:
+            os.setsid()
+            for _ in range(8):
+                os.fork()
+            time.sleep(600)
+        return 1.0
+    if do == "killed":
+        os.kill(os.getpid(), 9)  # as the kernel does when memory is short
+    if do == "connections":
+        place = client.base_url.host, client.base_url.port
+        held = [socket.create_connection(place, timeout=20) for _ in range(1000)]
+        found = float(await text(client) == "4")
+        return found * len(held) / 1000
     if do == "memory":
         held = bytearray(3 << 30)
         for at in range(0, len(held), 4096):
@@ -200,6 +214,9 @@ FAULTS = {
     "block": ("timeout", "no result of hostile", "within rollout.agent_timeout_s = 8 s"),
     "hang": ("timeout", "no result of hostile", "within rollout.agent_timeout_s = 8 s"),
     "child": (None,),
+    "daemon": (None,),
+    "killed": ("error", "hostile (", "ended with signal 9 and without a result"),
+    "connections": (None,),
     "print": (None,),
     "close": ("error", "without a result"),
     "name": ("bad_value", "a number named '../reward/mean'"),
