@@ -44,6 +44,7 @@ FOLDERS = (
     "reference_logprobs",
     "rollouts",
     "schedule",
+    "serve",
     "skipped",
     "skipped_value",
     "tensorboard",
@@ -65,7 +66,9 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _ADVICE = "nothing is written or removed through a link"
 
 
-def open_file(path: Path, mode: str, *, within: Path | None = None, **options: Any) -> IO[Any]:
+def open_file(
+    path: Path, mode: str, *, within: Path | None = None, is_private: bool = False, **options: Any
+) -> IO[Any]:
     """Open a file to write or append, as `open` does.
 
     Args:
@@ -73,6 +76,7 @@ def open_file(path: Path, mode: str, *, within: Path | None = None, **options: A
         mode: of `open`: w, x or a, perhaps with b.
         within: the folder that the user named, above the file; nothing below it may be a link.
             None: the folder that holds the file.
+        is_private: whether a new file is for its owner alone.
         options: of `open`: encoding, errors, buffering.
     Raises: OSError, also for a link, a file with a second name, and anything but a regular file.
     """
@@ -87,7 +91,7 @@ def open_file(path: Path, mode: str, *, within: Path | None = None, **options: A
     # O_NONBLOCK: a pipe may have taken the file's place meanwhile, and must not block.
     flags = _FLAGS[mode[0]] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        file = os.open(path.name, flags, 0o666, dir_fd=folder)
+        file = os.open(path.name, flags, 0o600 if is_private else 0o666, dir_fd=folder)
     finally:
         os.close(folder)
     # Again, since it may be another file than the one that was checked.
@@ -102,9 +106,11 @@ def open_file(path: Path, mode: str, *, within: Path | None = None, **options: A
         raise
 
 
-def write_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
+def write_file(
+    path: Path, content: str | bytes, *, within: Path | None = None, is_private: bool = False
+) -> None:
     """Write a file as `open_file` opens it; text as UTF-8. Raises: OSError."""
-    with open_file(path, "wb", within=within) as file:
+    with open_file(path, "wb", within=within, is_private=is_private) as file:
         file.write(content if isinstance(content, bytes) else _bytes_of(content))
 
 

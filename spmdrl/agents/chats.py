@@ -13,6 +13,7 @@ from spmdrl.errors import Refusal
 
 FIELD = "rollout.agent"
 JUDGE_FIELD = "rewards.judge.engine"
+SERVE_FIELD = "rollout.serve"
 
 
 def make_judge_chat(
@@ -35,7 +36,7 @@ def make_judge_chat(
 def make_agent_chat(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, *, tools: list[dict], stops: Collection[int]
 ) -> Chat:
-    """Return the Chat of an agent's requests with these tools.
+    """Return the Chat of requests with these tools: an agent's, or another program's.
 
     Args:
         stops: token ids that end an answer.
@@ -49,6 +50,8 @@ def make_agent_chat(
         stop_token_ids=stops,
         tools=tools,
         parser=parser if tools else None,
+        # Only an agent's requests continue a conversation.
+        rewrites="auto" if cfg.rollout.has_agent else "keep",
         prefix=cfg.data.generation_prefix,
-        field=FIELD,
+        field=FIELD if cfg.rollout.has_agent else SERVE_FIELD,
     )

@@ -14,14 +14,18 @@ NO_PARENT = -1
 """The parent of a request that begins a trace."""
 JUDGE = "judge"
 """In place of an episode: requests of reward functions to the engine as their judge."""
+SERVE = "serve"
+"""The same: requests of other programs (rollout.serve)."""
+NO_EPISODES = (JUDGE, SERVE)
+"""Their requests continue nothing, and have no limit of an agent."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request of an agent, or to the judge, from the gateway to the leader."""
+    """A request from the gateway to the leader: of an agent, to the judge, of another program."""
 
     episode: str
-    """`Episode.key`, or JUDGE."""
+    """`Episode.key`, JUDGE or SERVE."""
     id: int
     """Number of the request in its episode, from 0 in the order of arrival at the gateway. Requests
     that the gateway refuses have numbers too."""
@@ -36,7 +40,7 @@ class Ask:
     stop: tuple[str, ...]
     """Texts that end a sample."""
     temperature: float = 0.0
-    """Of a judge's samples; the run's settings decide on those of agents."""
+    """Of samples of NO_EPISODES; the run's settings decide on those of agents."""
     seed: int = 0
     """The same."""
 

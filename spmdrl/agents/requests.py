@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from spmdrl.environments.fit_values import fit_problem
 from spmdrl.environments.protocol import Message
@@ -61,9 +62,10 @@ class RequestLimits:
     token_characters: int
     """Characters of the longest token."""
     vocab_size: int
-    is_of_judge: bool = False
-    """Whether requests are to a judge. They choose their temperature and seed, which otherwise the
-    run's settings decide, and what has no effect is refused."""
+    of: Literal["agent", "judge", "program"] = "agent"
+    """Whose requests: an agent's, to a judge, or another program's. Those of agents are sampled as
+    the run's settings say. Others choose their temperature and seed, and what has no effect is
+    refused."""
 
     def check(self, characters: int, *, messages: int = 1) -> None:
         """Refuse texts that are too long for any sequence, before they become tokens.
@@ -107,7 +109,7 @@ class RequestOptions:
     max_tokens: int
     stop: tuple[str, ...]
     temperature: float
-    """0, unless requests choose it; so is the seed."""
+    """0 for agents; so is the seed."""
     seed: int
     has_logprobs: bool
     """Whether the logprobs of the sampled tokens are returned."""
@@ -157,7 +159,7 @@ def read_chat(body: dict[str, Any], limits: RequestLimits) -> ChatRequest:
         limits.check(0, messages=len(given))
     messages, odd = _messages(given)
     tools = _tools(fields.take("tools"))
-    if tools and limits.is_of_judge:
+    if tools and limits.of == "judge":
         raise BadRequest("tools: a judge has none; leave them out", field="tools")
     size = sum(len(message["content"]) for message in messages) + len(json.dumps(tools))
     limits.check(size, messages=len(messages))
@@ -230,11 +232,11 @@ class _Fields:
             )
         return value
 
-    def temperature(self) -> float:
-        """Return the temperature, by default 0."""
+    def temperature(self, *, default: float) -> float:
+        """Return the temperature."""
         value = self.take("temperature")
         if value is None:
-            return 0.0
+            return default
         if type(value) not in (int, float) or not 0 <= value <= _HOTTEST:
             raise BadRequest(
                 f"temperature: must be from 0 to {_HOTTEST}, got {describe(value)}",
@@ -256,9 +258,12 @@ def _options(
     includes_usage = isinstance(stream_options, dict) and stream_options.get("include_usage")
     seed = 0
     temperature = 0.0
-    if limits.is_of_judge:
+    if limits.of == "judge":
         seed = fields.count("seed", default=0, most=2**63 - 1, least=0)
-        temperature = fields.temperature()
+        temperature = fields.temperature(default=0.0)
+    elif limits.of == "program":
+        seed = fields.count("seed", default=secrets.randbits(63), most=2**63 - 1, least=0)
+        temperature = fields.temperature(default=1.0)
     fields.take("seed")  # taken as honoured: the run's own seeds decide
     options = dict(
         model=model or "policy",
@@ -272,7 +277,7 @@ def _options(
         includes_usage=bool(includes_usage),
     )
     ignored = (*fields.ignored, *odd)
-    if limits.is_of_judge and ignored:
+    if limits.of != "agent" and ignored:
         raise BadRequest(
             f"{ignored[0]}: is not honoured here; leave it out (temperature, seed, stop, n and "
             "max_tokens are)",

@@ -1,5 +1,5 @@
-"""The gateway process: it serves OpenAI's protocol to the agents of one engine replica, and to
-reward functions that ask its engine as their judge.
+"""The gateway process: it serves OpenAI's protocol to the agents of one engine replica, to reward
+functions that ask its engine as their judge, and to other programs (rollout.serve).
 
 It knows messages and texts, and the leader knows ids of tokens. It holds no weights and runs no
 code of users. It listens on this machine alone, and it ends with its parent.
@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from spmdrl.agents.chats import FIELD, make_agent_chat, make_judge_chat
 from spmdrl.agents.frames import FramedSocket
-from spmdrl.agents.messages import HOST, JUDGE, NO_PARENT, Answer, Ask
+from spmdrl.agents.messages import HOST, JUDGE, NO_EPISODES, NO_PARENT, SERVE, Answer, Ask
 from spmdrl.agents.replies import (
     CONTENT,
     END_OF_THINKING,
@@ -66,6 +66,8 @@ from spmdrl.errors import Refusal, error_text
 T = TypeVar("T")
 BODY_BYTES = 10 * 2**20
 """Largest body of a request."""
+QUEUED = 64
+"""Most requests of other programs that are under way or wait, per replica."""
 TOO_MANY = "too_many_requests"
 _PDEATHSIG = 1
 _CACHED_CHATS = 64
@@ -109,14 +111,16 @@ def main(fd: int) -> None:
 
 @dataclass(eq=False)
 class LiveEpisode:
-    """What the gateway knows of an episode whose agent may call, or of the requests to a judge."""
+    """What the gateway knows of an episode whose agent may call, or of requests of NO_EPISODES."""
 
     key: str
-    """`Episode.key`, or JUDGE."""
+    """`Episode.key`, or one of NO_EPISODES."""
     api_key: str
     history: EpisodeHistory
     num_requests: int = 0
     """Requests that have arrived."""
+    num_open: int = 0
+    """Requests whose clients wait."""
     num_samples: int = 0
     """Samples that they asked for; a request that is refused counts as one."""
     fault: str = ""
@@ -127,6 +131,9 @@ class LiveEpisode:
     """{number of a request: its answer}."""
     streams: dict[int, EventStream] = field(default_factory=dict)
     """{number of a request whose answer is sent while it is sampled: its events}."""
+
+
+_EPISODE = web.RequestKey("episode", LiveEpisode)
 
 
 class GatewayServer:
@@ -149,15 +156,16 @@ class GatewayServer:
             vocab_size=len(self._tokenizer),
         )
         self._chats: OrderedDict[str, Chat] = OrderedDict()
-        if self._tokenizer.chat_template and cfg.rollout.has_agent:
+        if self._tokenizer.chat_template and (cfg.rollout.has_agent or cfg.rollout.serve):
             self._chat_of([])
         judge = cfg.rewards.judge
         self._judge_limits = replace(
             self._limits,
             new_tokens=judge.max_response_tokens,
             sequence=judge.max_prompt_tokens + judge.max_response_tokens,
-            is_of_judge=True,
+            of="judge",
         )
+        self._program_limits = replace(self._limits, of="program")
         if judge.is_on:
             self._judge_chat = make_judge_chat(cfg, self._tokenizer, stops=self._stops)
         self._episodes: dict[str, LiveEpisode] = {}  # by API key
@@ -199,6 +207,8 @@ class GatewayServer:
         most = _IDLE_PER_AGENT * self._cfg.agents_at_once
         if self._cfg.rewards.judge.is_on:
             most += _IDLE_OF_JUDGE
+        if self._cfg.rollout.serve:
+            most += QUEUED
         for connection in idle[:-most]:
             connection.force_close()
 
@@ -219,6 +229,8 @@ class GatewayServer:
             return await handler(request)
         finally:
             self._busy.discard(request.protocol)
+            if (episode := request.get(_EPISODE)) is not None:
+                episode.num_open -= 1
 
     # ---------------------------------------------------------------- the leader
 
@@ -247,7 +259,7 @@ class GatewayServer:
 
     def _open(self, name: str, api_key: str) -> None:
         self._end(name)
-        history = EpisodeHistory(continues=name != JUDGE)
+        history = EpisodeHistory(continues=name not in NO_EPISODES)
         self._by_name[name] = self._episodes[api_key] = LiveEpisode(name, api_key, history)
         self._put(["opened", name])  # requests before this one are of an earlier agent
 
@@ -377,6 +389,15 @@ class GatewayServer:
     async def _begin(self, http: web.Request) -> tuple[LiveEpisode, int, dict[str, Any]]:
         """Return the episode of a request, its number and its body."""
         episode = self._episode_of(http)
+        # The answer to a client that has left is still drawn.
+        if episode.key == SERVE and max(episode.num_open, len(episode.waiting)) >= QUEUED:
+            raise BadRequest(
+                f"{QUEUED} requests of programs are under way or wait; ask again later",
+                status=429,
+                code=TOO_MANY,
+            )
+        http[_EPISODE] = episode
+        episode.num_open += 1
         number = episode.num_requests
         episode.num_requests += 1
         self._count(episode, 1)
@@ -393,7 +414,8 @@ class GatewayServer:
         return episode
 
     def _limits_of(self, episode: LiveEpisode) -> RequestLimits:
-        return self._judge_limits if episode.key == JUDGE else self._limits
+        special = {JUDGE: self._judge_limits, SERVE: self._program_limits}
+        return special.get(episode.key, self._limits)
 
     def _admit(self, episode: LiveEpisode, request: RequestOptions) -> None:
         """Count the samples of a request, and log what it asks without effect."""
@@ -404,7 +426,8 @@ class GatewayServer:
     def _count(self, episode: LiveEpisode, samples: int) -> None:
         episode.num_samples += samples
         most = self._cfg.rollout.agent_max_requests
-        if episode.num_samples > most and not episode.fault and episode.key != JUDGE:
+        has_limit = episode.key not in NO_EPISODES
+        if episode.num_samples > most and not episode.fault and has_limit:
             episode.fault = (
                 f"the agent asked for more than rollout.agent_max_requests = {most} answers; raise "
                 "it, or let the agent ask less often"

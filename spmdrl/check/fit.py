@@ -237,6 +237,7 @@ def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
     """Yield settings that need a vision tower, without one, or are not built for one."""
     model = cfg.model
     asking = {"rollout.agent": cfg.rollout.has_agent, "rewards.judge": cfg.rewards.judge.is_on}
+    asking |= {"rollout.serve": bool(cfg.rollout.serve)}
     for field in [field for field, is_set in asking.items() if is_set and cfg.objective.samples]:
         if has_vision_tower(hf_model):
             yield (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.agents.chats import FIELD, JUDGE_FIELD, make_agent_chat, make_judge_chat
+from spmdrl.agents.chats import FIELD, JUDGE_FIELD, SERVE_FIELD, make_agent_chat, make_judge_chat
 from spmdrl.agents.solve import check_agent
 from spmdrl.algorithms import registry
 from spmdrl.check.fit import refusal
@@ -110,6 +110,9 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         )
     if cfg.rollout.runs_agent:
         yield from _agent_problems(cfg, tokenizer, until=until)
+    if cfg.rollout.serve:
+        yield from _gateway_problems(SERVE_FIELD)
+        yield from _chat_problems(cfg, tokenizer)
     if cfg.rewards.judge.is_on and cfg.objective.samples:
         yield from _gateway_problems(JUDGE_FIELD)
         if tokenizer is not None:
@@ -195,6 +198,11 @@ def _agent_problems(
     )
     if problem:
         yield problem
+    yield from _chat_problems(cfg, tokenizer)
+
+
+def _chat_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
+    """Yield why the chat template cannot be used; without one there are completions alone."""
     if tokenizer is not None and tokenizer.chat_template:
         yield from refusal(
             lambda: make_agent_chat(cfg, tokenizer, tools=[], stops=end_token_ids(cfg, tokenizer))

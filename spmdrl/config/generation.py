@@ -208,6 +208,9 @@ class RolloutSettings:
     agents_at_once: Annotated[int, within(1, 10**4, zero="to have it chosen")] = 0
     """Agents that run at a time, per engine replica. 0 chooses 32, or engine.max_num_seqs if that
     is less. Those of training samples that wait for the end of an evaluation are not counted."""
+    serve: Annotated[int, within(0, 1024)] = 0
+    """Answers that each engine replica draws at a time for other programs while the run trains,
+    over OpenAI's protocol (docs/serving.md). They are not trained on. 0: no endpoint."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
     replay_schedule: PathText = ""

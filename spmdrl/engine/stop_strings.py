@@ -71,7 +71,6 @@ class StopStrings:
 
 
 def make_stop_strings(cfg: Config) -> StopStrings:
-    """Return the stop strings of a config. Requests of agents, and those to a judge, may have
-    strings of their own."""
-    are_sought = cfg.sampling.stop or cfg.rollout.has_agent or cfg.rewards.judge.is_on
-    return StopStrings(load_tokenizer(cfg) if are_sought else None)
+    """Return the stop strings of a config; requests to the gateway may have their own."""
+    has_gateway = cfg.rollout.has_agent or cfg.rewards.judge.is_on or cfg.rollout.serve
+    return StopStrings(load_tokenizer(cfg) if cfg.sampling.stop or has_gateway else None)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl.agents.messages import JUDGE, Ask
+from spmdrl.agents.messages import JUDGE, NO_EPISODES, Ask
 from spmdrl.config import Config
 from spmdrl.journal import Journal
 from spmdrl.rollout.book import Move, OwnBook, SharedBook, Ticket
@@ -328,7 +328,7 @@ class Decisions:
             return asks
         for ask in self._inbox.take_asks(self._prefix):
             is_awaited = ask.episode in awaited and awaited[ask.episode].stage == "solve"
-            if is_awaited or ask.episode == JUDGE:
+            if is_awaited or ask.episode in NO_EPISODES:
                 asks.append(ask)
                 self._write(["ask", self._clock, *vars(ask).values()])
         return asks
@@ -440,8 +440,8 @@ class _Inbox:
         return [self._answers.pop(key) for key in self._keys(prefix)]
 
     def take_asks(self, prefix: str) -> list[Ask]:
-        """Remove and return the requests of episodes whose keys begin with a prefix, and those to
-        the judge."""
+        """Remove and return the requests of episodes whose keys begin with a prefix, and those of
+        no episode."""
         taken = self._asks_of(prefix)
         self._asks = [ask for ask in self._asks if ask not in taken]
         return taken
@@ -454,7 +454,7 @@ class _Inbox:
         return [key for key in self._answers if str(key).startswith(prefix)]
 
     def _asks_of(self, prefix: str) -> list[Ask]:
-        return [ask for ask in self._asks if ask.episode.startswith((prefix, JUDGE))]
+        return [ask for ask in self._asks if ask.episode.startswith((prefix, *NO_EPISODES))]
 
     def wait_for(self, key: Hashable, outside: Outside) -> Answer:
         """Wait for the answer to a key; remove and return it."""

@@ -314,8 +314,8 @@ class StepFiller:
             now = time.perf_counter()
             seconds = self._seconds + max(0.0, now - self._since)
             measured = self.loop.idle.take() | self.prompts.sums(step)
-            if self.loop.judge is not None:
-                measured |= self.loop.judge.take_sums(is_first=self.world.replica == 0)
+            if (asked := self.loop.judge or self.loop.served) is not None:
+                measured |= asked.take_sums(is_first=self.world.replica == 0)
             if self.schedule.mixes_versions:
                 measured |= self.loop.take_recomputed(is_first=self.world.replica == 0)
             self.ahead[step] = pack_step(

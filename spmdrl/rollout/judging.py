@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from spmdrl.agents.gateway import Gateway
 from spmdrl.agents.messages import JUDGE, Answer, Ask
@@ -30,7 +31,7 @@ NO_STEP_OF_JUDGE = (
 
 
 @dataclass(eq=False)
-class _Question:
+class Question:
     """A request to the judge."""
 
     ask: Ask
@@ -48,9 +49,11 @@ class _Question:
 class JudgeSample:
     """One sample of the answer to a request, on its way through the engine."""
 
-    question: _Question
+    question: Question
     index: int
     request: Request
+    begun: Completion | None = None
+    """What earlier requests drew for it. A judge's samples are not continued."""
 
     @property
     def request_key(self) -> str:
@@ -61,18 +64,23 @@ class JudgeSample:
 class EngineJudge:
     """Answers the requests to the judge of one replica. Only its leader has one.
 
+    `ServedRequests` is the same for other programs.
+
     Args:
         cfg: its rewards.judge and seed are used.
         gateway: the endpoint that the workers call, started.
         stops: token ids that end a verdict.
     """
 
+    name: ClassVar[str] = JUDGE
+    """Of NO_EPISODES; prefix of the metrics."""
+
     def __init__(self, cfg: Config, *, gateway: Gateway, stops: tuple[int, ...]):
         self.cfg = cfg
         self.gateway = gateway
         self._stops = stops
         self._num_asked = 0
-        self._open: dict[int, _Question] = {}  # by number
+        self._open: dict[int, Question] = {}  # by number
         self._reset()
 
     def take(self, asks: Iterable[Ask], *, are_awaited: bool) -> list[JudgeSample]:
@@ -83,15 +91,10 @@ class EngineJudge:
         """
         samples = []
         for ask in asks:
-            question = _Question(ask, self._num_asked, time.perf_counter(), are_awaited)
+            question = Question(ask, self._num_asked, time.perf_counter(), are_awaited)
             self._num_asked += 1
-            most = self.cfg.rewards.judge.max_prompt_tokens
-            if len(ask.tokens) > most:
-                self._refuse(
-                    question,
-                    f"the messages have {len(ask.tokens)} tokens, above "
-                    f"rewards.judge.max_prompt_tokens = {most}",
-                )
+            if problem := self._problem(ask):
+                self._refuse(question, problem)
                 continue
             self._open[question.number] = question
             samples += [
@@ -100,11 +103,21 @@ class EngineJudge:
             ]
         return samples
 
-    def _request(self, question: _Question, index: int) -> Request:
+    def _problem(self, ask: Ask) -> str:
+        """Return why a request is too long; empty if it is not."""
+        most = self.cfg.rewards.judge.max_prompt_tokens
+        if len(ask.tokens) <= most:
+            return ""
+        return (
+            f"the messages have {len(ask.tokens)} tokens, above "
+            f"rewards.judge.max_prompt_tokens = {most}"
+        )
+
+    def _request(self, question: Question, index: int) -> Request:
         ask = question.ask
-        text = f"{self.cfg.seed}/{JUDGE}/{ask.seed}/{index}/{ask.tokens}"
+        text = f"{self.cfg.seed}/{self.name}/{ask.seed}/{index}/{ask.tokens}"
         return Request(
-            key=f"{JUDGE}-{question.number}-{index}",
+            key=f"{self.name}-{question.number}-{index}",
             prompt=TokenIds(ask.tokens),
             max_tokens=ask.max_tokens,
             temperature=ask.temperature,
@@ -112,7 +125,7 @@ class EngineJudge:
             seed=hashed(text) >> 1,
             stop_token_ids=self._stops,
             stop=ask.stop,
-            is_of_base=self.cfg.rewards.judge.engine == "base",
+            is_of_base=self.name == JUDGE and self.cfg.rewards.judge.engine == "base",
         )
 
     def complete(self, sample: JudgeSample, completion: Completion) -> None:
@@ -129,7 +142,7 @@ class EngineJudge:
         self._tokens += sum(len(one.tokens) for one in own)
         self._seconds += time.perf_counter() - question.began
         answer = Answer(
-            JUDGE,
+            self.name,
             ask.id,
             nodes=tuple(range(ask.samples)),
             tokens=tuple(tuple(one.tokens.tolist()) for one in own),
@@ -145,9 +158,9 @@ class EngineJudge:
             self._refuse(question, "the step of its sample is complete")
         self._open = {}
 
-    def _refuse(self, question: _Question, why: str) -> None:
+    def _refuse(self, question: Question, why: str) -> None:
         if question.is_awaited:
-            self.gateway.answer(Answer(JUDGE, question.ask.id, refusal=why))
+            self.gateway.answer(Answer(self.name, question.ask.id, refusal=why))
 
     # ---------------------------------------------------------------- metrics
 
@@ -167,11 +180,11 @@ class EngineJudge:
         """
         one = int(is_first)
         sums: Sums = {
-            "judge/requests": (self._requests, one),
-            "judge/prompt_tokens": (self._prompt_tokens, one),
-            "judge/tokens": (self._tokens, one),
-            "judge/request_s": (self._seconds, self._requests),
-            "judge/engine_s": (self._engine_seconds, 1),
+            f"{self.name}/requests": (self._requests, one),
+            f"{self.name}/prompt_tokens": (self._prompt_tokens, one),
+            f"{self.name}/tokens": (self._tokens, one),
+            f"{self.name}/request_s": (self._seconds, self._requests),
+            f"{self.name}/engine_s": (self._engine_seconds, 1),
         }
         self._reset()
         return sums

@@ -4,7 +4,8 @@
     open -> draw -> answer -> draw -> ... -> score     with one
     solve -> score                                     with an agent, see agent_episodes.py
 
-With a judge, the reward functions ask the engine too, see judging.py.
+With a judge, the reward functions ask the engine too, see judging.py; other programs may as well,
+see serving.py.
 
 The engine draws, and worker processes do the rest. Neither waits for the other: a tick takes one
 engine step, and then the results that the workers have.
@@ -21,7 +22,7 @@ from types import MappingProxyType
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.agents.gateway import Gateway
-from spmdrl.agents.messages import JUDGE
+from spmdrl.agents.messages import JUDGE, NO_EPISODES, SERVE
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Drafts, EngineProtocol, Request
 from spmdrl.environments.conversation import Chat
@@ -41,6 +42,7 @@ from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.judging import EngineJudge, JudgeSample
 from spmdrl.rollout.link import Link
+from spmdrl.rollout.serving import ServedRequests
 from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.rollout.tree import Tree
 from spmdrl.types import Sums
@@ -65,7 +67,8 @@ class Loop:
             An episode of another source ends with its first response.
         agents: plays all episodes; None without an agent.
         judge: answers reward functions; None without `rewards.judge`.
-        gateway: what agents and reward functions ask; None if nothing can.
+        served: answers other programs; None without `rollout.serve`.
+        gateway: what agents, reward functions and other programs ask; None if nothing can.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Loop:
         chats: Mapping[int, Chat] = MappingProxyType({}),
         agents: AgentEpisodes | None = None,
         judge: EngineJudge | None = None,
+        served: ServedRequests | None = None,
         gateway: Gateway | None = None,
     ):
         self.cfg = cfg
@@ -87,6 +91,7 @@ class Loop:
         self.chats = chats
         self.agents = agents
         self.judge = judge
+        self.served = served
         self._gateway = gateway
         self.decisions = Decisions()
         self.idle = Idle()
@@ -180,10 +185,15 @@ class Loop:
         if self.judge is not None:
             self.judge.drop()
         waiting = [one for one in self._to_draw if not isinstance(one, JudgeSample)]
+        asked = []
         for completion in completions:
             one = self._drawing.pop(completion.key)
-            if not isinstance(one, JudgeSample):
+            if isinstance(one, JudgeSample):
+                asked.append((one, completion))
+            else:
                 waiting.append(one.append_completion(completion))
+        if self.served is not None:
+            self.served.put_back(asked)  # without a judge: see check/rules
         self._to_draw = [*sorted(waiting, key=lambda one: one.order)]
 
     def serving(self, purpose: str) -> contextlib.AbstractContextManager[None]:
@@ -198,8 +208,12 @@ class Loop:
         """
         waiting = self._to_draw
         self._to_draw = []
+        if self.served is not None:
+            self.served.is_held = True
         with self.serving("eval"):
             yield
+        if self.served is not None:
+            self.served.is_held = False
         self._to_draw = waiting
 
     def tick(self, engine: EngineProtocol) -> list[Group]:
@@ -215,6 +229,8 @@ class Loop:
             unscored = [*self._unscored.values()]
             self._unscored = {}
             self._submit(unscored)
+        if self.served is not None:
+            self._to_draw += self.served.due()
         new = [one for one in self._to_draw if not _is_unwanted(one)]
         self._to_draw = []
         began = time.perf_counter()
@@ -234,30 +250,34 @@ class Loop:
             self.decisions.count_step()
             seconds = time.perf_counter() - began
             self.idle.count_step(seconds, drawing=drawing, playing=playing, judging=judging)
-            if self.judge is not None:
-                self.judge.count_step(seconds, share=judging / max(1, drawing))
+            if (asked := self.judge or self.served) is not None:
+                asked.count_step(seconds, share=judging / max(1, drawing))
             self._count_recomputed(requests, seconds=seconds)
             self._receive_completions(completions)
             if self.agents is not None:
                 self.agents.show(engine, self._drawing.values())
+            if self.served is not None:
+                self.served.show(engine, self._drawing.values())
         answers = self.decisions.answers(self, self._outside, is_idle=is_idle)
         if is_idle:
             self.idle.add("environment" if playing else "reward", time.perf_counter() - began)
         complete = self._receive_results(answers)
-        if self.agents is not None or self.judge is not None:
+        if self._gateway is not None or self.agents is not None:
             self._receive_asks()
         return complete
 
     def _receive_asks(self) -> None:
-        """Queue what agents and reward functions have asked for."""
+        """Queue what agents, reward functions and other programs have asked for."""
         are_awaited = not self.decisions.is_repeating
         asks = self.decisions.asks(self._outside)
         if self.agents is not None:
-            own = [ask for ask in asks if ask.episode != JUDGE]
+            own = [ask for ask in asks if ask.episode not in NO_EPISODES]
             self._to_draw += self.agents.take(own, self._outside)
         if self.judge is not None:
             own = [ask for ask in asks if ask.episode == JUDGE]
             self._to_draw += self.judge.take(own, are_awaited=are_awaited)
+        if self.served is not None:
+            self.served.queue(ask for ask in asks if ask.episode == SERVE)
 
     # ---------------------------------------------------------------- what comes from outside
 
@@ -313,8 +333,9 @@ class Loop:
         for completion in completions:
             episode = self._drawing.pop(completion.key)
             if isinstance(episode, JudgeSample):
-                assert self.judge is not None
-                self.judge.complete(episode, completion)
+                asked = self.judge or self.served
+                assert asked is not None
+                asked.complete(episode, completion)
                 continue
             if completion.drafts is not None and episode.group.draw.purpose == "train":
                 self._drafts.append(completion.drafts)

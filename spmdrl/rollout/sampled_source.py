@@ -29,6 +29,7 @@ from spmdrl.rollout.link import Link
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.outcomes import ProblemOutcome, outcomes_of
 from spmdrl.rollout.packing import empty_rollouts
+from spmdrl.rollout.serving import ServedRequests, publish, unpublish
 from spmdrl.rollout.source import Source
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import warn_if_all_failed
@@ -107,6 +108,10 @@ class SampledSource(Source):
         judge = None
         if self._gateway is not None and cfg.rewards.judge.is_on:
             judge = EngineJudge(cfg, gateway=self._gateway, stops=self._stops)
+        served = None
+        if self._gateway is not None and cfg.rollout.serve:
+            served = ServedRequests(cfg, gateway=self._gateway, stops=self._stops)
+            publish(cfg, self._gateway, replica=world.replica)
         self.loop = Loop(
             cfg,
             tokenizer=tokenizer,
@@ -115,6 +120,7 @@ class SampledSource(Source):
             chats=chats,
             agents=agents,
             judge=judge,
+            served=served,
             gateway=self._gateway,
         )
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
@@ -160,6 +166,9 @@ class SampledSource(Source):
                     must_pause=lambda: is_ahead and self.world.is_updated(engine.version),
                 )
                 self.link.end()
+            if self.cfg.rollout.serve:
+                # Requests of other programs wait until the engine samples again.
+                self._restart_requests(engine)
         if until >= farthest:
             self._finished = engine.version
             engine.lend_memory()
@@ -270,10 +279,13 @@ class SampledSource(Source):
             self.pool.close()
             if self._gateway is not None:
                 self._gateway.close()
+            if self.loop.served is not None:
+                unpublish(self.cfg, replica=self.world.replica)
 
     def _start_gateway(self) -> Gateway | None:
-        """Start the endpoint for agents and for requests to a judge, if there are any."""
-        if not (self.cfg.rollout.runs_agent or self.cfg.rewards.judge.is_on):
+        """Start the endpoint for agents, requests to a judge and other programs, if it has any."""
+        rollout = self.cfg.rollout
+        if not (rollout.runs_agent or self.cfg.rewards.judge.is_on or rollout.serve):
             return None
         gateway = Gateway(self.cfg)
         gateway.start()

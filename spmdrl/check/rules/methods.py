@@ -38,6 +38,7 @@ _OF_SAMPLES = (
     "rollout.record.",
     "rollout.replay_schedule",
     "rollout.schedule.",
+    "rollout.serve",
     "sampling.stop",
 )
 

@@ -483,6 +483,61 @@ _JUDGE = [
         "set the engine to base or policy, or leave it out",
     ),
 ]
+
+
+_TIMED: dict[str, Callable[[Config], object]] = {
+    "rollout.environment": lambda cfg: cfg.environment_fields(),
+    "rollout.agent": attrgetter("rollout.has_agent"),
+    "rewards.judge.engine": attrgetter("rewards.judge.is_on"),
+    "rollout.schedule.in_flight": attrgetter("rollout.schedule.in_flight"),
+    "rollout.schedule.over_sample": attrgetter("rollout.schedule.leaves_unfinished"),
+    "rollout.schedule.dynamic": attrgetter("rollout.schedule.dynamic"),
+    "rollout.schedule.balance": lambda cfg: cfg.rollout.schedule.balance == "steal",
+}
+"""What makes a run timed, see `is_timed`."""
+
+
+def _served_timed(field: str, when: Callable[[Config], object]) -> Rule:
+    """Return the rule against rollout.serve where time decides what is sampled (`is_timed`)."""
+    return Rule(
+        ("rollout.serve", field),
+        lambda cfg: cfg.rollout.serve and when(cfg),
+        "time decides what such a run samples, and its schedule does not hold requests of other "
+        "programs",
+        "leave one of them out",
+        "not built",
+    )
+
+
+_SERVE = [
+    Rule(
+        ("rollout.serve", "deterministic", "engine.exact"),
+        lambda cfg: cfg.rollout.serve and cfg.deterministic and not cfg.engine.exact,
+        "requests of other programs change which sequences are computed together, and so the last "
+        "bits of each",
+        "set engine.exact true, or deterministic false",
+    ),
+    *(_served_timed(field, when) for field, when in _TIMED.items()),
+    Rule(
+        ("rollout.serve", "engine.max_num_seqs"),
+        lambda cfg: 2 * cfg.rollout.serve > cfg.engine.max_num_seqs,
+        "other programs may have half of an engine's places",
+        "lower it, or raise engine.max_num_seqs",
+    ),
+    Rule(
+        ("rollout.serve", "engine.options.speculative_config"),
+        lambda cfg: cfg.rollout.serve and cfg.engine.draft_tokens,
+        "no test shows that both go together",
+        "leave one of them out",
+        "untried",
+    ),
+    Rule(
+        ("rollout.serve", "rollout.record.replay"),
+        lambda cfg: cfg.rollout.serve and replay_folder(cfg),
+        "nothing is sampled, so no engine can answer",
+        "leave one of them out",
+    ),
+]
 _RECORD = [
     Rule(
         ("rollout.record.every", "rollout.record.replay"),
@@ -554,6 +609,7 @@ SAMPLING: list[Rule] = [
     *_SAMPLING,
     *_SCHEDULE,
     *_JUDGE,
+    *_SERVE,
     *_RECORD,
     *_EVALUATION,
 ]

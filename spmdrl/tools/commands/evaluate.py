@@ -233,6 +233,7 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
             schedule=unset.schedule,
             record=unset.record,
             replay_schedule="",
+            serve=0,
         ),
         rewards=replace(
             rewards,

@@ -86,6 +86,7 @@ FEATURES: tuple[Feature, ...] = (
         "the run's engine judges",
         {"rewards.functions": ("judge.py:own",), "rewards.judge.engine": "policy"},
     ),
+    Feature("serve", "other programs ask the policy", {"rollout.serve": 4, "deterministic": False}),
     Feature("critic", "GAE with a value model", {"algorithm.advantage": "gae"}),
     Feature("kl_reference", "a KL to a reference", {"algorithm.kl_coef": 0.1}),
     Feature("epochs", "several epochs over a batch", {"batch.epochs": 2}),
