@@ -57,7 +57,7 @@ def _cp_misfits(counts: ModelCounts, axes: Axes, *, context: str) -> Iterator[st
     tp = axes.tp
     heads = counts.heads
     # Heads that tp does not divide are refused by `_tp_misfits`, and not a second time here.
-    if cp > 1 and (counts.unsliced or not heads):
+    if cp > 1 and (counts.unsliced or not (heads or counts.mixers)):
         which = f"({', '.join(counts.unsliced)})" if counts.unsliced else "without attention heads"
         yield (
             f"layout.cp: {cp} with a {counts.model_type}, whose layers {which} cannot be computed "

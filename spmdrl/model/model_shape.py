@@ -23,8 +23,9 @@ from torch import nn
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.attention.packed_states import supports_packed_states
+from spmdrl.model.attention.packed_states import CHANNEL_CHUNK
 from spmdrl.model.attention.packing_support import packing_support
+from spmdrl.model.attention.state_layers import supports_packed_states
 from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import split_dim, style_problems, tp_styles
@@ -72,8 +73,8 @@ NO_ATTENTION = Attention(0, 0, 0, 0, window=None, has_softcap=False, has_qk_norm
 
 @dataclass(frozen=True)
 class StateLayer:
-    """A layer that keeps a state [keys, values] per head: gated delta net, Mamba 2; or only the
-    last tokens of a convolution."""
+    """A layer that keeps a state [keys, values] per head; or only the last tokens of a convolution.
+    A head of Mamba 1 is a channel, with one value."""
 
     heads: int
     keys: int
@@ -81,6 +82,9 @@ class StateLayer:
     channels: int  # of the convolution
     kernel: int  # tokens that it sees
     corrects: bool  # gated delta nets also read what the state answers to a key
+    saved: int = 0
+    """Numbers that plain torch saves per head and token; 0 for the layers of which the planner
+    counts rows."""
 
     @property
     def numel(self) -> int:
@@ -344,6 +348,8 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
     mlp = getattr(module, "mlp", None) or getattr(module, "feed_forward", None)
     attention = getattr(module, "self_attn", None)
     state = next(filter(supports_packed_states, module.children()), None)
+    if attention is state:
+        attention = None
     if mlp is None or (attention is None) == (state is None):
         children = ", ".join(n for n, _ in module.named_children())
         raise Refusal(
@@ -369,14 +375,31 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
 
 
 def _state(module: Any) -> StateLayer:
-    convolution = next(part for part in module.children() if isinstance(part, nn.Conv1d))
+    convolution = next((part for part in module.children() if isinstance(part, nn.Conv1d)), None)
+    if convolution is None:  # lightning attention
+        size = module.head_dim
+        return StateLayer(
+            module.num_attention_heads, size, size, channels=0, kernel=1, corrects=False
+        )
+    channels = convolution.in_channels
+    kernel = convolution.kernel_size[0]
+    if hasattr(module, "forget_gate"):  # Kimi delta attention
+        size = module.head_dim
+        # Measured: pairs of tokens take a number for each channel of the key.
+        saved = 64 * size + size * size // CHANNEL_CHUNK + 40
+        return StateLayer(
+            module.num_heads, size, size, channels, kernel, corrects=True, saved=saved
+        )
+    if hasattr(module, "dt_proj"):  # Mamba 1
+        keys = module.ssm_state_size
+        return StateLayer(channels, keys, 1, channels, kernel, corrects=False, saved=2 * keys + 8)
     corrects = hasattr(module, "num_v_heads")
     return StateLayer(
         heads=module.num_v_heads if corrects else getattr(module, "num_heads", 0),
         keys=module.head_k_dim if corrects else getattr(module, "ssm_state_size", 0),
         values=module.head_v_dim if corrects else getattr(module, "head_dim", 0),
-        channels=convolution.in_channels,
-        kernel=convolution.kernel_size[0],
+        channels=channels,
+        kernel=kernel,
         corrects=corrects,
     )
 

@@ -126,10 +126,8 @@ WEIGHTS: dict[str, Weigh] = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"), softmax_weights),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), softmax_weights),
     "gpt_oss": chosen_softmax_weights,
-    **dict.fromkeys(
-        ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "nemotron_h"),
-        sigmoid_weights,
-    ),
+    **dict.fromkeys(("deepseek_v3", "dots1", "exaone_moe", "glm4_moe"), sigmoid_weights),
+    **dict.fromkeys(("glm4_moe_lite", "kimi_linear", "nemotron_h"), sigmoid_weights),
 }
 """{model_type: how its routers weigh the experts that they chose}. These routers return logits,
 weights and choice, in this order."""

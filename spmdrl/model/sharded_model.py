@@ -164,7 +164,8 @@ class ShardedModel:
         slicing = slicing_of(world, is_padded=is_padded, chunk=support.chunk)
         method = ""
         if slicing.group is not None:
-            heads = config.num_attention_heads // world.mesh["tp"].size()
+            # 0 without attention: then no layer exchanges by this method.
+            heads = getattr(config, "num_attention_heads", 0) // world.mesh["tp"].size()
             method = "_" + context_method(model.kernels.context, heads=heads, cp=slicing.size)
         set_attention(self.hf_model, f"spmdrl_{attention}{method}")
         return replace(slicing, vision=vision_layout_of(self.hf_model, device=world.device))

@@ -59,10 +59,15 @@ STATES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "falcon_h1": ({}, ["FalconH1Mixer", "FalconH1Mixer"]),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, ["Lfm2ShortConv"]),
     "bamba": ({"attn_layer_indices": [1]}, ["BambaMixer"]),  # its blocks give pairs
-}
-MIXERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "minimax": ({"layer_types": HYBRID}, ["MiniMaxLightningAttention"]),
     "mamba": ({}, ["MambaMixer", "MambaMixer"]),
+    "kimi_linear": ({"layer_types": HYBRID}, ["KimiLinearDeltaAttention"]),
+    "recurrent_gemma": (
+        {"block_types": ["recurrent", "attention"]},
+        ["RecurrentGemmaRecurrentBlock"],
+    ),
+}
+MIXERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "falcon": ({}, ["FalconAttention", "FalconAttention"]),
     "gptj": ({}, ["GPTJAttention", "GPTJAttention"]),
     "mpt": ({}, ["MptAttention", "MptAttention"]),

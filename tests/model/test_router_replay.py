@@ -61,6 +61,7 @@ ROUTERS = {
     "qwen3_next": "Qwen3NextTopKRouter",
     "qwen3_5_moe": "Qwen3_5MoeTopKRouter",
     "nemotron_h": "NemotronHTopkRouter",
+    "kimi_linear": "KimiLinearTopkRouter",
 }
 
 

@@ -164,7 +164,7 @@ def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded
     [
         ("stablelm", "StableLmForCausalLM has no tensor-parallel plan of its own"),
         ("gemma3n_text", "module model.layers.0.mlp (Gemma3nTextMLP) drops activations by"),
-        ("minimax", "its MiniMaxLightningAttention is not cut"),
+        ("gptj", "its GPTJAttention is not cut"),
     ],
 )
 def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):

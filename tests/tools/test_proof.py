@@ -38,7 +38,7 @@ MIXTURES = [
 OTHERS = [
     "mamba2", "granitemoehybrid", "falcon_h1", "lfm2", "nemotron_h", "qwen3_5_text",
     "gemma4_text+shared", "phi3+longrope", "ministral3", "qwen2_moe+window",
-    "bamba", "lfm2_moe",
+    "bamba", "lfm2_moe", "falcon_mamba", "mamba",
 ]
 # fmt: on
 """A family is proved whole in each run of the suite, another every day, of the three lists in turn;

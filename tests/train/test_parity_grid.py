@@ -65,6 +65,7 @@ class Row:
 
 _UNEVEN = {"hidden_size": 48, "heads": 6, "kv_heads": 3}  # neither cp 4 nor cp 2 * tp 2 divides
 _SHRUNK = ("qwen3_5_text", "nemotron_h", "lfm2", "granitemoehybrid", "apertus")
+_SHRUNK += ("falcon_mamba", "kimi_linear", "minimax")
 _MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 _GPT_OSS = {"architecture": "gpt_oss", "hf_config": {"sliding_window": 6}}
 _RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
@@ -159,6 +160,12 @@ ROWS = {
     "granitemoehybrid": Row(("shard2 tp2 ep2",), architecture="granitemoehybrid"),
     "apertus": Row((), architecture="apertus"),
     "lora, lfm2": Row(("cp2 tp2",), architecture="lfm2", model={"lora": {"rank": 3}}),
+    # Without attention; the others are left to the grid.
+    "falcon_mamba, checkpointing": Row(
+        ("cp2 tp2",), architecture="falcon_mamba", model=_RECOMPUTED
+    ),
+    "kimi_linear": Row((), architecture="kimi_linear"),
+    "minimax": Row((), architecture="minimax"),
 }
 DEFAULT = [(row, mesh) for row in ROWS for mesh in ROWS[row].meshes]
 

@@ -1,8 +1,8 @@
-"""Layers that keep a state over the tokens, on packed rows.
+"""Functions of layers that keep a state over the tokens, on packed rows.
 
-Gated delta nets, Mamba 2 and short convolutions compute with functions of their modeling file:
-`causal_conv1d_fn`, `torch_chunk_gated_delta_rule`, `mamba2_chunk_scan`. Here are forms of these
-that know where sequences begin. A layer's forward runs with them in place of its own.
+Gated delta nets, Kimi delta attention, Mamba 2 and short convolutions compute with functions of
+their modeling file, such as `causal_conv1d_fn`. Here are forms of these that know where sequences
+begin (state_layers.py puts them in place).
 
 Where the packages of the fast kernels are installed (causal-conv1d, flash-linear-attention,
 mamba-ssm), transformers' functions call them, and get the boundaries as the kernels want them. Else
@@ -17,17 +17,15 @@ rank, K size of keys (Mamba's state), V size of values (Mamba's head), D channel
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.activations import ACT2FN
 
 from spmdrl.imports import attempt
@@ -36,58 +34,14 @@ from spmdrl.model.parallel.state_exchange import StateRow
 
 CHUNK = 64
 """Tokens that are computed by matmuls; the state goes from chunk to chunk."""
-
-
-def supports_packed_states(mixer: nn.Module) -> bool:
-    """Return whether a layer mixes tokens by the functions of this file alone."""
-    return _is_supported(type(mixer).forward)
-
-
-@cache
-def _is_supported(forward: Any) -> bool:
-    forward = inspect.unwrap(forward)
-    if not isinstance(forward, FunctionType) or forward.__closure__:
-        return False
-    own = {
-        name
-        for name in forward.__code__.co_names
-        if _module_of(forward.__globals__.get(name)) == forward.__module__
-    }
-    return "causal_conv1d_fn" in own and own <= {*_PACKED, *_UNUSED}
-
-
-def _module_of(value: Any) -> str:
-    return value.__module__ if isinstance(value, FunctionType) else ""
-
-
-def with_packed_states(mixer: nn.Module, row_of: Callable[[], StateRow]) -> Callable[..., Tensor]:
-    """Return a layer's forward that computes packed rows, [1, t, hidden].
-
-    Args:
-        row_of: returns the row that is computed.
-    """
-    known = inspect.unwrap(type(mixer).forward).__globals__
-    functions = {
-        name: partial(function, row_of, known[name])
-        for name, function in _PACKED.items()
-        if name in known
-    }
-    return with_functions(mixer, functions)
-
-
-def with_functions(mixer: nn.Module, functions: Mapping[str, Any]) -> Callable[..., Tensor]:
-    """Return a layer's forward that calls other functions in place of those of its file."""
-    forward = inspect.unwrap(type(mixer).forward)
-    names = {**forward.__globals__, **functions}
-    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
-    own.__kwdefaults__ = forward.__kwdefaults__
-    return partial(own, mixer)
+CHANNEL_CHUNK = 16
+"""The same where each channel of a key has its own decay: pairs of tokens take K numbers each."""
 
 
 # --------------------------------------------------------------------------- convolution
 
 
-def _convolution(
+def convolution(
     row_of: Callable[[], StateRow],
     original: Callable[..., Tensor],
     x: Tensor,
@@ -107,17 +61,17 @@ def _convolution(
     weight = weight[own]
     bias = None if bias is None else bias[own]
     whole = row.to_heads(x[0, :, :, None])[..., 0]
-    if _has_kernel("causal_conv1d", x):
+    if has_kernel("causal_conv1d", x):
         numbers = _numbers(row.packing, whole.shape[-1]).to(torch.int32)[None]
         channels_last = whole.T.contiguous().T[None]  # which the kernel needs for seq_idx
         out = original(channels_last, weight, bias, activation=activation, seq_idx=numbers)[0]
     else:
-        out = _convolve(whole, weight, bias, places=row.packing.places(whole.shape[-1]))
+        out = convolve(whole, weight, bias, places=row.packing.places(whole.shape[-1]))
         out = out if activation is None else ACT2FN[activation](out)
     return row.to_tokens(out[..., None], heads=x.shape[1])[None, ..., 0].to(x.dtype)
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *, places: Tensor) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *, places: Tensor) -> Tensor:
     """Return [D, T] of [D, T].
 
     Args:
@@ -139,7 +93,7 @@ def _numbers(packing: Packing, tokens: int) -> Tensor:
     return at.repeat_interleave(lengths, output_size=tokens)
 
 
-def _has_kernel(package: str, x: Tensor) -> bool:
+def has_kernel(package: str, x: Tensor) -> bool:
     """Return whether transformers' function calls the kernel of a package."""
     return x.is_cuda and _imports(package)
 
@@ -154,13 +108,13 @@ def _imports(package: str) -> bool:
 # --------------------------------------------------------------------------- states over chunks
 
 
-def _by_head(x: Tensor) -> Tensor:
+def by_head(x: Tensor) -> Tensor:
     """Return [1, t, H, ...] as [H, t, ...], with at least one more dim."""
     x = x[0].transpose(0, 1)
     return x if x.dim() == 3 else x[..., None]
 
 
-def _by_token(x: Tensor) -> Tensor:
+def by_token(x: Tensor) -> Tensor:
     """Return [H, t, V] as [1, t, H, V]."""
     return x.transpose(0, 1)[None].contiguous()  # some models view it in another shape
 
@@ -170,21 +124,30 @@ class _Chunks:
     """Which tokens of a packed row, in chunks of L, belong together."""
 
     tokens: int  # T
+    size: int  # L
     together: Tensor  # [C, L, L] bool, of a token and a token not after it
     continued: Tensor  # [C, L] bool, whether the token's sequence began in an earlier chunk
 
     @classmethod
-    def of(cls, packing: Packing, tokens: int) -> _Chunks:
-        numbers = F.pad(_numbers(packing, tokens), (0, -tokens % CHUNK), value=-1)
-        numbers = numbers.view(-1, CHUNK)
+    def of(cls, packing: Packing, tokens: int, *, size: int = CHUNK) -> _Chunks:
+        """Return the chunks of a row, which are the same for all of its layers."""
+        key = f"chunks of {size}"
+        if key not in packing.computed:
+            packing.computed[key] = cls._of(packing, tokens, size)
+        return packing.computed[key]
+
+    @classmethod
+    def _of(cls, packing: Packing, tokens: int, size: int) -> _Chunks:
+        numbers = F.pad(_numbers(packing, tokens), (0, -tokens % size), value=-1)
+        numbers = numbers.view(-1, size)
         before = F.pad(numbers[:-1, -1], (1, 0), value=-2)
-        causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=numbers.device).tril()
+        causal = torch.ones(size, size, dtype=torch.bool, device=numbers.device).tril()
         together = (numbers[:, :, None] == numbers[:, None, :]) & causal
-        return cls(tokens, together, numbers == before[:, None])
+        return cls(tokens, size, together, numbers == before[:, None])
 
     def cut(self, x: Tensor) -> Tensor:
         """Return [h, T, D] as float32 [h, C, L, D], with zeros in the place of padding."""
-        return F.pad(x.float(), (0, 0, 0, -self.tokens % CHUNK)).unflatten(1, (-1, CHUNK))
+        return F.pad(x.float(), (0, 0, 0, -self.tokens % self.size)).unflatten(1, (-1, self.size))
 
     def joined(self, x: Tensor) -> Tensor:
         """Return [h, C, L, D] as [h, T, D]."""
@@ -194,22 +157,34 @@ class _Chunks:
         """Return what is left of a state, where each token leaves exp(log_decay) of it.
 
         Args:
-            log_decay: [h, C, L].
+            log_decay: [h, C, L, G]; G is 1, or K where each channel of a key has its own.
         Returns:
-            from each token to each later one of its sequence in the chunk [h, C, L, L], else 0;
-            from the chunk before to each token [h, C, L], else 0.
+            from each token to each later one of its sequence in the chunk [h, C, L, L, G], else 0;
+            from the chunk before to each token [h, C, L, G], else 0.
         """
         # Sums of the steps between two tokens, and not differences of sums from the beginning of
         # the chunk, which lose digits.
-        steps = log_decay[..., None].expand(*log_decay.shape, CHUNK)
-        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=steps.device).tril(-1)
-        between = steps.where(later, 0.0).cumsum(-2)
-        between = between.masked_fill(~self.together, -torch.inf).exp()
-        from_start = log_decay.cumsum(-1).exp().where(self.continued, 0.0)
+        steps = log_decay[..., None, :].expand(*log_decay.shape[:-1], self.size, -1)
+        later = torch.ones(self.size, self.size, dtype=torch.bool, device=steps.device).tril(-1)
+        between = steps.where(later[..., None], 0.0).cumsum(-3)
+        between = between.masked_fill(~self.together[..., None], -torch.inf).exp()
+        from_start = log_decay.cumsum(-2).exp().where(self.continued[..., None], 0.0)
         return between, from_start
 
 
-def _gated_delta_rule(
+def _products(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
+    """Return the decayed product of each token with each earlier one, [h, C, L, L].
+
+    Args:
+        left, right: [h, C, L, K].
+        between: [h, C, L, L, G], see `_Chunks.decays`.
+    """
+    if between.shape[-1] == 1:
+        return left @ right.mT * between[..., 0]
+    return ((between * right[..., None, :, :]) @ left[..., None])[..., 0]
+
+
+def gated_delta_rule(
     row_of: Callable[[], StateRow],
     original: Callable[..., Any],
     query: Tensor,
@@ -233,8 +208,8 @@ def _gated_delta_rule(
     Returns: [1, t, H, V], and no state.
     """
     row = row_of()
-    parts = [row.to_heads(_by_head(x)) for x in (query, key, value, g, beta)]
-    if _has_kernel("fla", query):
+    parts = [row.to_heads(by_head(x)) for x in (query, key, value, g, beta)]
+    if has_kernel("fla", query):
         q, k, v, g, beta = (x.transpose(0, 1)[None] for x in parts)
         out, _ = original(
             *(q, k, v),
@@ -246,7 +221,38 @@ def _gated_delta_rule(
         out = out[0].transpose(0, 1)
     else:
         out = _delta_rule_of_chunks(*parts, packing=row.packing, normalizes=use_qk_l2norm_in_kernel)
-    return _by_token(row.to_tokens(out.to(query.dtype), heads=query.shape[2])), None
+    return by_token(row.to_tokens(out.to(query.dtype), heads=query.shape[2])), None
+
+
+def kimi_delta_rule(
+    row_of: Callable[[], StateRow],
+    original: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute Kimi delta attention (arXiv 2510.26692, equation 1).
+
+    It is the gated delta rule with a decay for each channel of the key.
+
+    Args:
+        g: [1, t, H, K], in nats; for the others see `gated_delta_rule`.
+    Returns: [1, t, H, V], and no state.
+    """
+    row = row_of()
+    parts = [row.to_heads(by_head(x)) for x in (query, key, value, g, beta)]
+    if has_kernel("fla", query):
+        q, k, v, g, beta = (x.transpose(0, 1)[None] for x in parts)
+        bounds = row.packing.cu_seqlens.long()
+        options = dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=bounds)
+        out = original(q, k, v, g=g, beta=beta[..., 0], **options)[0][0].transpose(0, 1)
+    else:
+        out = _delta_rule_of_chunks(*parts, packing=row.packing, normalizes=use_qk_l2norm_in_kernel)
+    return by_token(row.to_tokens(out.to(query.dtype), heads=query.shape[2])), None
 
 
 def _delta_rule_of_chunks(
@@ -259,25 +265,27 @@ def _delta_rule_of_chunks(
     packing: Packing,
     normalizes: bool,
 ) -> Tensor:
-    """Return [h, T, V] float32, from inputs [h, T, K], [h, T, V] and [h, T, 1]."""
-    chunks = _Chunks.of(packing, query.shape[1])
+    """Return [h, T, V] float32, from inputs [h, T, K], [h, T, V], g [h, T, G] with G 1 or K, and
+    beta [h, T, 1]."""
+    size = CHUNK if g.shape[-1] == 1 else CHANNEL_CHUNK
+    chunks = _Chunks.of(packing, query.shape[1], size=size)
     query, key, value, g, beta = (chunks.cut(x) for x in (query, key, value, g, beta))
     if normalizes:
         query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
         key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
     query = query * query.shape[-1] ** -0.5
-    between, from_start = chunks.decays(g[..., 0])
+    between, from_start = chunks.decays(g)
     # Each token corrects what the state answers to its key. Within a chunk these corrections are a
     # triangular system: of the tokens' own values, and of what the state before answers.
-    system = (beta * key) @ key.mT * between
-    own = torch.cat([beta * value, beta * key * from_start[..., None]], dim=-1)
+    system = _products(beta * key, key, between)
+    own = torch.cat([beta * value, beta * key * from_start], dim=-1)
     solved = torch.linalg.solve_triangular(system, own, upper=False, unitriangular=True)
     written, answered = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
-    attended = query @ key.mT * between
+    attended = _products(query, key, between)
     # Unbound, and not chunk by chunk: the gradient of each slice would be as large as the whole.
-    read = query * from_start[..., None]
-    kept = (key * between[..., -1, :, None]).mT
-    whole = from_start[..., -1, None, None]
+    read = query * from_start
+    kept = (key * between[..., -1, :, :]).mT
+    whole = from_start[..., -1, :, None]
     state = query.new_zeros(query.shape[0], query.shape[-1], value.shape[-1])
     outputs = []
     for own_written, own_answered, own_read, own_attended, own_whole, own_kept in zip(
@@ -289,7 +297,7 @@ def _delta_rule_of_chunks(
     return chunks.joined(torch.stack(outputs, dim=1))
 
 
-def _mamba2_scan(
+def mamba2_scan(
     row_of: Callable[[], StateRow],
     original: Callable[..., Any],
     x: Tensor,
@@ -322,14 +330,14 @@ def _mamba2_scan(
     own = row.own(heads, x.device)
     groups = own // (heads // B.shape[2])
     A, D, dt_bias = (each[own] for each in (A, D, dt_bias))
-    steps = row.to_heads(_by_head(dt)) + dt_bias[:, None, None].to(dt.dtype)
-    inputs = row.to_heads(_by_head(x))
-    B, C = (row.to_all(_by_head(each)) for each in (B, C))
-    if _has_kernel("mamba_ssm", x):
-        by_token = (each.transpose(0, 1)[None] for each in (inputs, B[groups], C[groups]))
+    steps = row.to_heads(by_head(dt)) + dt_bias[:, None, None].to(dt.dtype)
+    inputs = row.to_heads(by_head(x))
+    B, C = (row.to_all(by_head(each)) for each in (B, C))
+    if has_kernel("mamba_ssm", x):
+        tokens_first = (each.transpose(0, 1)[None] for each in (inputs, B[groups], C[groups]))
         out = _mamba2_kernel(
             original,
-            *by_token,
+            *tokens_first,
             A=A,
             D=D,
             dt=steps[..., 0].T[None],
@@ -341,9 +349,9 @@ def _mamba2_scan(
     else:
         steps = F.softplus(steps) if dt_softplus else steps
         steps = steps.clamp(*dt_limit).float()
-        out = _scan_of_chunks(inputs, steps, A, B[groups], C[groups], row.packing)
+        out = scan_of_chunks(inputs, steps, A, B[groups], C[groups], row.packing)
         out = out + D[:, None, None] * inputs.float()
-    return _by_token(row.to_tokens(out, heads=heads))
+    return by_token(row.to_tokens(out, heads=heads))
 
 
 def _mamba2_kernel(
@@ -363,40 +371,21 @@ def _mamba2_kernel(
     return out[0].transpose(0, 1)
 
 
-def _scan_of_chunks(
+def scan_of_chunks(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, packing: Packing
 ) -> Tensor:
     """Return [h, T, V] float32, from x [h, T, V], dt [h, T, 1], A [h] and B, C [h, T, K]."""
     chunks = _Chunks.of(packing, x.shape[1])
-    between, from_start = chunks.decays(chunks.cut(A.float()[:, None, None] * dt)[..., 0])
+    between, from_start = chunks.decays(chunks.cut(A.float()[:, None, None] * dt))
     steps = chunks.cut(x * dt)
     B, C = (chunks.cut(each) for each in (B, C))
-    inside = (C @ B.mT * between) @ steps
-    written = (B * between[..., -1, :, None]).mT @ steps
-    whole = from_start[..., -1, None, None]
+    inside = _products(C, B, between) @ steps
+    written = (B * between[..., -1, :, :]).mT @ steps
+    whole = from_start[..., -1, :, None]
     state = torch.zeros_like(written[:, 0])
     states = []
     for own_written, own_whole in zip(written.unbind(1), whole.unbind(1)):
         states.append(state)
         state = state * own_whole + own_written
-    before = (C * from_start[..., None]) @ torch.stack(states, dim=1)
+    before = (C * from_start) @ torch.stack(states, dim=1)
     return chunks.joined(inside + before)
-
-
-def _no_fused_scan(*_: Any, **__: Any) -> None:
-    """Take the place of a kernel that scans, normalises and projects: layers go on without it."""
-
-
-_PACKED: Mapping[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _gated_delta_rule,
-    "mamba2_chunk_scan": _mamba2_scan,
-    "mamba2_split_conv1d_scan_combined": _no_fused_scan,
-}
-_UNUSED = (
-    "apply_mask_to_padding_states",  # there is no padding
-    # With a cache alone.
-    "causal_conv1d_update",
-    "torch_recurrent_gated_delta_rule",
-    "mamba2_selective_state_update",
-)

@@ -7,7 +7,7 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -109,6 +109,8 @@ class Packing:
     spans: Tensor | None = None
     """[R] int64, for each padded row the number of its span, whose tokens attend to each other in
     both directions; -1 for no span and for padding. None: all attention is causal."""
+    computed: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What layers computed of this row alone, for the next layers."""
 
     @property
     def of_keys(self) -> Packing:

@@ -5,10 +5,11 @@ A row holds several sequences. A layer must not mix tokens of different sequence
 - Attention that goes through transformers' attention interface calls our kernel, which knows where
   sequences begin. A layer's masks say which tokens it may attend to (mask_patterns.py).
 - Layers with a state whose functions we replace clear it where a sequence begins: gated delta nets,
-  Mamba 2, short convolutions (packed_states.py).
-- Other layers that mix tokens do not know about packing: Mamba 1, lightning attention, attention by
-  the model's own code, and eager attention to keys that an indexer chooses. They compute one
-  sequence per row, padded at its end. They are causal, so no token sees the padding.
+  Kimi delta attention, Mamba 1 and 2, RG-LRU, lightning attention, short convolutions
+  (state_layers.py).
+- Other layers that mix tokens do not know about packing: attention by the model's own code, and
+  eager attention to keys that an indexer chooses. They compute one sequence per row, padded at its
+  end. They are causal, so no token sees the padding.
 - A model with any other layer that mixes tokens is refused by name.
 
 Layers get a `packing` as a keyword argument. Where a model or a block does not pass it on, a hook
@@ -44,8 +45,8 @@ from spmdrl.model.attention.mask_patterns import (
     register_placeholder_masks,
     visible,
 )
-from spmdrl.model.attention.packed_states import supports_packed_states, with_packed_states
 from spmdrl.model.attention.packing import Packing, pad, unpad
+from spmdrl.model.attention.state_layers import supports_packed_states, with_packed_states
 from spmdrl.model.blocks import base_of, blocks
 from spmdrl.model.parallel.row_slices import SlicedPacking
 from spmdrl.model.parallel.state_exchange import StateRow

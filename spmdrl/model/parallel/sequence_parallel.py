@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.model.attention.packed_states import supports_packed_states
+from spmdrl.model.attention.state_layers import supports_packed_states
 from spmdrl.model.blocks import base_of, blocks, mixtures
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, with_gradient
 from spmdrl.model.parallel.tp_plan import PARTIAL, of_own_tokens

@@ -4,7 +4,8 @@ Most of transformers' models have a plan of their own, {name pattern: style}; a 
 gets it where the names of all its matrices are known. Three things are added: latent attention
 (DeepSeek's) and attention with sinks (GPT-OSS's), of which some plans say nothing, are split by
 heads; so are norms of queries and keys by head, which some plans forget. Mixtures of experts and
-layers with a state are left alone, since each rank computes them for its own tokens.
+layers with a state are left alone, since each rank computes them for its own tokens. A model of
+these alone needs no plan.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from spmdrl.model.attention.packed_states import supports_packed_states
+from spmdrl.model.attention.state_layers import supports_packed_states
 from spmdrl.model.blocks import blocks, is_latent, mixtures
 from spmdrl.model.transformers_internals import tp_plan
 
@@ -165,6 +166,15 @@ def _latent_plan(hf_model: nn.Module) -> dict[str, str]:
     }
 
 
+def _has_states_alone(hf_model: nn.Module) -> bool:
+    """Return whether blocks consist of layers with a state and norms: then ranks shard tokens."""
+    return all(
+        supports_packed_states(part) or all(own.dim() == 1 for own in part.parameters())
+        for block in blocks(hf_model).values()
+        for part in block.children()
+    )
+
+
 def split_dim(name: str, styles: Mapping[str, str]) -> int | None:
     """Return the dim of a parameter that tensor parallelism shards; None keeps it whole."""
     module, _, kind = name.rpartition(".")
@@ -176,7 +186,7 @@ def split_dim(name: str, styles: Mapping[str, str]) -> int | None:
 
 def style_problems(hf_model: nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
     """Yield why a model cannot be tensor-parallel, as far as its plan tells."""
-    if not styles:
+    if not styles and not _has_states_alone(hf_model):
         yield f"{type(hf_model).__name__} has no tensor-parallel plan of its own"
     if getattr(hf_model.config, "num_kv_shared_layers", 0):
         # Updates at tp 2 differ by 1.6e-3 of the largest change from those of one rank.

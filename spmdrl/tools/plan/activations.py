@@ -240,6 +240,7 @@ def _state_bytes(own: StateLayer, work: RowPart) -> int:
     keys, rows, chunks = (11, 9, 5) if own.corrects else (6, 7, 3)
     share = own.keys * own.values / CHUNK
     per_head = 4 * (keys * own.keys + rows * own.values + chunks * CHUNK + share)
+    per_head = 4 * own.saved if own.saved else per_head
     padded = math.ceil(tokens / CHUNK) * CHUNK
     rest = c * (own.kernel + 1) * own.channels + 2 * c * values
     return int(padded * own.heads * per_head + tokens * rest)

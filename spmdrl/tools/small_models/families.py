@@ -174,6 +174,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {},
     "falcon_mamba": {},
     "recurrent_gemma": {},
+    "kimi_linear": {},
     "minimax": dict(head_dim=128),
     "bamba": dict(attn_layer_indices=[9, 18, 27]),
     "dots1": dict(

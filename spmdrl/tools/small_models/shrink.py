@@ -138,6 +138,7 @@ _FIXED: dict[str, Any] = {
     "time_step_rank": 8,
     "mamba_dt_rank": 8,
     "linear_num_key_heads": 2,
+    "linear_num_heads": 2,
     # Latent attention; of it and of linear attention, kernels know the real sizes alone
     "q_lora_rank": 2 * HEAD_DIM,
     "qk_nope_head_dim": HEAD_DIM,
