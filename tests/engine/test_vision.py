@@ -124,8 +124,7 @@ def assert_exact(found: dict[str, Any]) -> None:
     for family, turns in found.items():
         for of in turns:
             assert max(of["drawn"], of["scored"]) < 1e-5 and not of["unlikely"], (family, of)
-        if not family.startswith("qwen3_5"):  # whose state is computed again at each step
-            assert turns[0]["repeated"] == 0, (family, turns)
+        assert turns[0]["repeated"] == 0, (family, turns)
 
 
 def test_the_transformers_engine_draws_and_scores_images_as_transformers_does(tmp_path):

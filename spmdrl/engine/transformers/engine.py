@@ -1,11 +1,11 @@
 """An engine that generates with the transformers model itself, where vLLM does not run.
 
-The model's own modules compute, as in the trainer (runner.py); only attention is ours, with a cache
-of keys and values (kv_cache.py). A step is one forward pass over the prompts of new sequences and
-one token of each running sequence, packed without padding, and draws a token for each. Sequences
-start and finish between steps. The engine needs no package that the trainer does not need. One rank
-holds the whole model, every sequence takes room in the cache for the longest one, and a GPU gets no
-CUDA graphs.
+The model's own modules compute, as in the trainer (runner.py); only what mixes tokens is ours:
+attention with a cache of keys and values (kv_cache.py), layers that keep a state (layer_states.py).
+A step is one forward pass over the prompts of new sequences and one token of each running sequence,
+packed without padding, and draws a token for each. Sequences start and finish between steps. The
+engine needs no package that the trainer does not need. One rank holds the whole model, every
+sequence takes room in the cache for the longest one, and a GPU gets no CUDA graphs.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ class TransformersEngine:
         return self._runner.hf_model
 
     def weights_changed(self, version: int) -> None:
-        """Set the version of the weights. Unfinished requests keep their keys and values, or
-        compute them again, as rollout.schedule says. Requests never share any."""
+        """Set the version of the weights. Unfinished requests keep their cache, or
+        compute it again, as rollout.schedule says. Requests never share any."""
         self.version = version
         if self.cfg.rollout.schedule.kv_cache != "keep":
             self._waiting.extendleft(reversed(self._running))

@@ -1,4 +1,4 @@
-"""The KV cache of running sequences, and attention over it, for transformers' models.
+"""The cache of running sequences, and attention over it, for transformers' models.
 
 Shape letters: T packed tokens, P of them of prompts, B sequences that continue by one token each,
 N slots, L tokens of the longest sequence, Hq query heads, Hkv key/value heads, D head dim.
@@ -27,7 +27,8 @@ from spmdrl.model.exact import attention as exact
 
 
 class KVCache:
-    """Keys and values of `num_slots` sequences of up to `length` tokens, by layer.
+    """Keys and values of `num_slots` sequences of up to `length` tokens, by layer, and the states
+    of layers that keep one.
 
     A layer's storage is allocated at its first write.
     """
@@ -36,11 +37,18 @@ class KVCache:
         self.num_slots = num_slots
         self.length = length
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # each [N, Hkv, length, D]
+        self.states: dict[str, Tensor] = {}  # each [N, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers that have storage."""
-        return sum(part.nbytes for layer in self.layers.values() for part in layer)
+        parts = [part for layer in self.layers.values() for part in layer]
+        return self.state_bytes + sum(part.nbytes for part in parts)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for state in self.states.values())
 
     def resized(self, num_slots: int, length: int | None = None) -> KVCache:
         """Return an empty cache of another size, with storage for the same layers.
@@ -51,6 +59,8 @@ class KVCache:
         other = KVCache(num_slots, self.length if length is None else length)
         for index, (keys, values) in self.layers.items():
             other.allocate(index, keys, values)
+        for name, state in self.states.items():
+            other.states[name] = state.new_zeros(num_slots, *state.shape[1:])
         return other
 
     def allocate(self, index: int, keys: Tensor, values: Tensor) -> None:
@@ -77,8 +87,16 @@ class KVCache:
         keys[slots, :, positions] = key
         values[slots, :, positions] = value
 
+    def write_states(self, name: str, states: Tensor, *, first: int) -> None:
+        """Write a state [M, ...] of the M slots from `first` on."""
+        if name not in self.states:
+            self.states[name] = states.new_zeros(self.num_slots, *states.shape[1:])
+        self.states[name][first : first + len(states)] = states
+
     def move(self, sources: Sequence[int], targets: Sequence[int], *, length: int) -> None:
-        """Copy the first `length` tokens of some slots to other slots."""
+        """Copy the first `length` tokens, and the states, of some slots to other slots."""
+        for state in self.states.values():
+            state[targets] = state[sources]
         for layer in self.layers.values():
             for cached in layer:
                 cached[targets, :, :length] = cached[sources, :, :length]
@@ -105,6 +123,8 @@ class Work:
     """[W] int64, their slots."""
     positions: Tensor = _NONE
     """[W] int64, their positions in their sequences."""
+    prompts: Tensor = _NONE
+    """[M] int64, for each new sequence, in the order of their slots, which prompt it has."""
     lengths: Tensor = _NONE
     """[B] int64, tokens of each sequence that continues, the new one included."""
     longest: int = 0

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from spmdrl.columns import RouterRoutes, TokenColumn
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, MaskRows, Request, masks_of_rows, route_dtype
 from spmdrl.engine.transformers.kv_cache import KVCache, Work, register_attention
+from spmdrl.engine.transformers.layer_states import cache_states, keeps_known_states
 from spmdrl.errors import Refusal
 from spmdrl.model.attention.kernels import PADDING
 from spmdrl.model.attention.packing import Packing, make_packing, packs
@@ -141,6 +143,8 @@ class ModelRunner:
         form = head_form(self.hf_model)
         self._form = LogitForm(form.scale, form.softcap)
         self._packing_support = enable_packing(self.hf_model)
+        if self._is_cached:
+            cache_states(self.hf_model, chain(*self._packing_support.states.values()))
         self._vision_layout = vision_layout_of(self.hf_model, device=device)
         self._vision_tower = vision_tower_of(self.hf_model)
         self._routes = _RouteRecorder(self.hf_model) if cfg.model.moe.replay else None
@@ -154,28 +158,32 @@ class ModelRunner:
         )
         numerics.apply(base_of(self.hf_model)[1], self.hf_model.get_output_embeddings())
         self.cache = KVCache(1, 1)
-        # One forward pass tells which layers keep keys and values, and how large they are.
+        # One forward pass tells which layers keep keys and values or states, and how large.
         trial = Request("", (0,), 1, 0.0, None, ())
         self.next_logits([RunningSequence(trial, 0)], num_old=0)
         slot_tokens = numerics.slot_tokens(longest)
         self.cache = self.cache.resized(self._fitting_slots(slot_tokens), slot_tokens)
         log.info(
-            "engine: transformers, %d sequences at a time, %d bytes of keys and values%s",
+            "engine: transformers, %d sequences at a time, %d bytes of keys, values and states%s",
             self.cache.num_slots,
             self.cache.nbytes,
-            "" if self._is_cached else ": layers that keep a state compute all tokens at each step",
+            "" if self._is_cached else ": its layers compute all tokens at each step",
         )
 
     @property
     def _is_cached(self) -> bool:
-        """Whether keys and values are cached. They are not in a model with layers that keep
-        another state, which is not cached: every step computes all tokens of its sequences."""
+        """Whether keys, values and states are cached. They are not in a model with layers that
+        compute one sequence per row, or have another state: every step computes all tokens of its
+        sequences."""
         support = self._packing_support
-        return not (support.mixers or support.states)
+        names = chain(*support.states.values())
+        has_known = all(keeps_known_states(self.hf_model.get_submodule(name)) for name in names)
+        return has_known and not support.mixers
 
     def _fitting_slots(self, slot_tokens: int) -> int:
         engine = self._cfg.engine
-        per_sequence = self.cache.nbytes * slot_tokens
+        state_bytes = self.cache.state_bytes  # of one sequence, as the cache has room for one token
+        per_sequence = (self.cache.nbytes - state_bytes) * slot_tokens + state_bytes
         if not self._is_cached:
             return max(1, min(engine.max_num_seqs, engine.max_batched_tokens // self._longest))
         field = "cpu_kv_cache_gib"
@@ -186,10 +194,10 @@ class ModelRunner:
             room = int(engine.gpu_memory_frac * total) - total + free
         if room < per_sequence:
             raise Refusal(
-                f"engine.{field}: {getattr(engine, field)} leaves {max(0, room):,} bytes for keys "
-                f"and values, and a sequence of {self._longest} tokens (data.max_prompt_tokens + "
-                f"sampling.max_response_tokens, or those of rewards.judge) takes {per_sequence:,}; "
-                "raise it"
+                f"engine.{field}: {getattr(engine, field)} leaves {max(0, room):,} bytes for keys, "
+                f"values and states, and a sequence of {self._longest} tokens "
+                "(data.max_prompt_tokens + sampling.max_response_tokens, or those of "
+                f"rewards.judge) takes {per_sequence:,}; raise it"
             )
         return min(engine.max_num_seqs, room // per_sequence)
 
@@ -221,6 +229,8 @@ class ModelRunner:
             cached += range(begin, begin + len(prompt))
             slots += [slot] * len(prompt)
             ends.append(begin + len(prompt) - 1)
+        number_at = {begin: number for number, begin in enumerate(prompts.values())}
+        numbers = [number_at[end + 1 - own.num_tokens] for own, end in zip(new, ends)]
         num_prompt_tokens = len(tokens)
         tokens += [sequence.tokens[-1] for sequence in old]
         positions += [sequence.num_tokens - 1 for sequence in old]
@@ -238,6 +248,7 @@ class ModelRunner:
             cached=to_cache,
             slots=self.tensor([*range(num_old), *slots]),
             positions=at[to_cache],
+            prompts=self.tensor(numbers),
             lengths=self.tensor(lengths),
             longest=max(lengths, default=0),
         )

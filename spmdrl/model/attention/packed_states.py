@@ -171,6 +171,28 @@ class _Chunks:
         from_start = log_decay.cumsum(-2).exp().where(self.continued[..., None], 0.0)
         return between, from_start
 
+    def ends(
+        self,
+        packing: Packing,
+        before: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        between: Tensor,
+        from_start: Tensor,
+    ) -> Tensor:
+        """Return the states [h, sequences, K, V] after the last token of each sequence.
+
+        Args:
+            before: [h, C, K, V], the states before each chunk.
+            keys, values: [h, C, L, K] and [h, C, L, V], whose outer products tokens add.
+            between, from_start: see `decays`.
+        """
+        last = packing.cu_seqlens[1:].long() - 1
+        at = (slice(None), last // self.size, last % self.size)
+        added = (keys[:, at[1]] * between[at]).mT @ values[:, at[1]]
+        return before[:, at[1]] * from_start[at][..., None] + added
+
 
 def _products(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
     """Return the decayed product of each token with each earlier one, [h, C, L, L].
@@ -220,7 +242,9 @@ def gated_delta_rule(
         )
         out = out[0].transpose(0, 1)
     else:
-        out = _delta_rule_of_chunks(*parts, packing=row.packing, normalizes=use_qk_l2norm_in_kernel)
+        out = delta_rule_of_chunks(*parts, packing=row.packing, normalizes=use_qk_l2norm_in_kernel)[
+            0
+        ]
     return by_token(row.to_tokens(out.to(query.dtype), heads=query.shape[2])), None
 
 
@@ -251,11 +275,13 @@ def kimi_delta_rule(
         options = dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=bounds)
         out = original(q, k, v, g=g, beta=beta[..., 0], **options)[0][0].transpose(0, 1)
     else:
-        out = _delta_rule_of_chunks(*parts, packing=row.packing, normalizes=use_qk_l2norm_in_kernel)
+        out = delta_rule_of_chunks(*parts, packing=row.packing, normalizes=use_qk_l2norm_in_kernel)[
+            0
+        ]
     return by_token(row.to_tokens(out.to(query.dtype), heads=query.shape[2])), None
 
 
-def _delta_rule_of_chunks(
+def delta_rule_of_chunks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -264,15 +290,17 @@ def _delta_rule_of_chunks(
     *,
     packing: Packing,
     normalizes: bool,
-) -> Tensor:
-    """Return [h, T, V] float32, from inputs [h, T, K], [h, T, V], g [h, T, G] with G 1 or K, and
-    beta [h, T, 1]."""
+    wants_states: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output [h, T, V] float32, from inputs [h, T, K], [h, T, V], g [h, T, G] with G 1
+    or K, and beta [h, T, 1]; and the state [h, sequences, K, V] float32 after each sequence, if
+    wanted."""
     size = CHUNK if g.shape[-1] == 1 else CHANNEL_CHUNK
     chunks = _Chunks.of(packing, query.shape[1], size=size)
     query, key, value, g, beta = (chunks.cut(x) for x in (query, key, value, g, beta))
     if normalizes:
-        query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6)
-        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
+        query = normalized(query)
+        key = normalized(key)
     query = query * query.shape[-1] ** -0.5
     between, from_start = chunks.decays(g)
     # Each token corrects what the state answers to its key. Within a chunk these corrections are a
@@ -288,13 +316,27 @@ def _delta_rule_of_chunks(
     whole = from_start[..., -1, :, None]
     state = query.new_zeros(query.shape[0], query.shape[-1], value.shape[-1])
     outputs = []
+    states = []
+    news = []
     for own_written, own_answered, own_read, own_attended, own_whole, own_kept in zip(
         *(x.unbind(1) for x in (written, answered, read, attended, whole, kept))
     ):
         new = own_written - own_answered @ state
         outputs.append(own_read @ state + own_attended @ new)
+        states.append(state)
+        news.append(new)
         state = state * own_whole + own_kept @ new
-    return chunks.joined(torch.stack(outputs, dim=1))
+    ends = None
+    if wants_states:
+        before = torch.stack(states, dim=1)
+        new = torch.stack(news, dim=1)
+        ends = chunks.ends(packing, before, key, new, between=between, from_start=from_start)
+    return chunks.joined(torch.stack(outputs, dim=1)), ends
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Return queries or keys of length 1, as the gated delta rule's kernels compute them."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def mamba2_scan(
@@ -349,7 +391,7 @@ def mamba2_scan(
     else:
         steps = F.softplus(steps) if dt_softplus else steps
         steps = steps.clamp(*dt_limit).float()
-        out = scan_of_chunks(inputs, steps, A, B[groups], C[groups], row.packing)
+        out = scan_of_chunks(inputs, steps, A, B[groups], C[groups], packing=row.packing)[0]
         out = out + D[:, None, None] * inputs.float()
     return by_token(row.to_tokens(out, heads=heads))
 
@@ -372,9 +414,17 @@ def _mamba2_kernel(
 
 
 def scan_of_chunks(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, packing: Packing
-) -> Tensor:
-    """Return [h, T, V] float32, from x [h, T, V], dt [h, T, 1], A [h] and B, C [h, T, K]."""
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    packing: Packing,
+    wants_states: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output [h, T, V] float32, from x [h, T, V], dt [h, T, 1], A [h] and B, C
+    [h, T, K]; and the state [h, sequences, K, V] float32 after each sequence, if wanted."""
     chunks = _Chunks.of(packing, x.shape[1])
     between, from_start = chunks.decays(chunks.cut(A.float()[:, None, None] * dt))
     steps = chunks.cut(x * dt)
@@ -387,5 +437,8 @@ def scan_of_chunks(
     for own_written, own_whole in zip(written.unbind(1), whole.unbind(1)):
         states.append(state)
         state = state * own_whole + own_written
-    before = (C * from_start) @ torch.stack(states, dim=1)
-    return chunks.joined(inside + before)
+    before = torch.stack(states, dim=1)
+    ends = None
+    if wants_states:
+        ends = chunks.ends(packing, before, B, steps, between=between, from_start=from_start)
+    return chunks.joined(inside + (C * from_start) @ before), ends

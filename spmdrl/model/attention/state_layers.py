@@ -48,7 +48,7 @@ def _is_supported(forward: Any) -> bool:
         for name in forward.__code__.co_names
         if _module_of(forward.__globals__.get(name)) == forward.__module__
     }
-    return "causal_conv1d_fn" in own and own <= {*_PACKED, *_UNUSED}
+    return "causal_conv1d_fn" in own and own <= {*PACKED, *_UNUSED}
 
 
 def _module_of(value: Any) -> str:
@@ -74,7 +74,7 @@ def with_packed_states(mixer: nn.Module, row_of: Callable[[], StateRow]) -> Call
     known = inspect.unwrap(type(mixer).forward).__globals__
     functions = {
         name: partial(function, row_of, known[name])
-        for name, function in _PACKED.items()
+        for name, function in PACKED.items()
         if name in known
     }
     return with_functions(mixer, functions)
@@ -106,7 +106,7 @@ def _lightning_attention(
     query, key, value = row.to_heads(by_head(qkv)).chunk(3, dim=-1)
     log_decay = -layer.slope_rate[row.own(heads, query.device), 0, 0]
     steps = query.new_ones(*query.shape[:2], 1)
-    out = scan_of_chunks(value, steps, log_decay, key, query, row.packing)
+    out = scan_of_chunks(value, steps, log_decay, key, query, packing=row.packing)[0]
     out = by_token(row.to_tokens(out.to(query.dtype), heads=heads)).flatten(2)
     return layer.out_proj(layer.output_gate(hidden_states).sigmoid() * layer.norm(out)), None
 
@@ -164,7 +164,7 @@ def _no_fused_scan(*_: Any, **__: Any) -> None:
     """Take the place of a kernel that scans, normalises and projects: layers go on without it."""
 
 
-_PACKED: Mapping[str, Callable[..., Any]] = {
+PACKED: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolution,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": kimi_delta_rule,
