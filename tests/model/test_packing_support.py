@@ -187,6 +187,29 @@ def test_only_the_first_output_of_a_layer_comes_back_from_padded_rows():
     assert state is None
 
 
+class _Choosing(torch.nn.Module):
+    """A layer that chooses the first key of each token, or takes the choice of another layer."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, indices: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if indices is None:
+            indices = torch.zeros(*hidden_states.shape[:2], 1, dtype=torch.int32)
+        chosen = indices.long().expand(-1, -1, hidden_states.shape[-1])
+        return hidden_states.gather(1, chosen), indices + 1
+
+
+def test_a_later_layer_gets_the_keys_that_an_indexer_chose_in_each_sequence():
+    layer = _Choosing()
+    layer.packing_arguments = {"packing": make_packing([3, 100, 5], CPU, padded=True)}
+    states = torch.randn(1, 108, 4, dtype=torch.float64)
+    firsts, choices = _by_rows(layer, layer.forward, states, attention=None)
+    seconds, _ = _by_rows(layer, layer.forward, states, attention=None, indices=choices)
+    for place, found in enumerate((firsts, seconds)):
+        parts = [part[:, place, None].expand_as(part) for part in states.split([3, 100, 5], 1)]
+        assert torch.equal(found, torch.cat(parts, dim=1))
+
+
 def test_what_a_token_sees_is_counted_from_the_sequences_first():
     at = torch.arange(7)
     assert visible(at[5:6], at, MaskPattern()).tolist() == [[True] * 6 + [False]]
