@@ -98,7 +98,7 @@ class EngineJudge:
                 continue
             self._open[question.number] = question
             samples += [
-                JudgeSample(question, index, self._request(question, index))
+                JudgeSample(question, index, self.request(question, index))
                 for index in range(ask.samples)
             ]
         return samples
@@ -113,7 +113,8 @@ class EngineJudge:
             f"rewards.judge.max_prompt_tokens = {most}"
         )
 
-    def _request(self, question: Question, index: int) -> Request:
+    def request(self, question: Question, index: int) -> Request:
+        """Return the request that draws one sample of an answer."""
         ask = question.ask
         text = f"{self.cfg.seed}/{self.name}/{ask.seed}/{index}/{ask.tokens}"
         return Request(

@@ -91,8 +91,9 @@ class ServedRequests(EngineJudge):
             return ""
         return f"the messages have {len(ask.tokens)} tokens; at most {most} are allowed"
 
-    def _request(self, question: Question, index: int) -> Request:
-        request = super()._request(question, index)
+    def request(self, question: Question, index: int) -> Request:
+        """Return the request that draws one sample, no longer than the longest sequence."""
+        request = super().request(question, index)
         room = self.cfg.longest_sequence - len(request.prompt)
         return replace(request, max_tokens=min(request.max_tokens, room))
 
