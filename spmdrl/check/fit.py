@@ -464,12 +464,16 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
             "model.lora.push: adapter with targets that name the embedding, of which "
             "vLLM takes no adapter; take merged, or leave it out"
         )
-    elif counts.experts:  # on the CPU there is no Triton, and the path is not proved on CUDA
+    elif counts.experts and counts.model_type != "qwen3_moe":
         yield (
-            f"model.lora.push: adapter with a {counts.model_type}: with LoRA of "
-            "its own vLLM computes experts by Triton kernels only, or on Blackwell by "
-            "TrtLlmBf16LoRAExperts, which shuffles weights, so that none could be written in "
-            f"place; take merged (model.path {cfg.model.path})"
+            f"model.lora.push: adapter with a {counts.model_type}: of mixtures, only qwen3_moe's "
+            f"adapters are mapped to vLLM's; take merged (model.path {cfg.model.path})"
+        )
+    elif counts.experts and not is_on_cpu(cfg):
+        yield (
+            f"model.lora.push: adapter with a {counts.model_type} on CUDA, where vLLM may compute "
+            "experts with LoRA from shuffled weights (TrtLlmBf16LoRAExperts), which none could "
+            f"write in place; take merged (model.path {cfg.model.path})"
         )
 
 

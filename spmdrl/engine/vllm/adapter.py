@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmdrl.config import Config
+from spmdrl.engine.vllm.expert_adapters import is_of_experts, load_experts, name_experts, stacks
 from spmdrl.engine.vllm.internals import lora_rank, name_in_engine, register_adapter
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import lora_form
@@ -30,13 +31,15 @@ def lora_arguments(cfg: Config) -> dict[str, Any]:
     if not cfg.model.lora.pushes_adapter:
         return {}
     form = lora_form(cfg.model.lora)
-    names = targeted(build_meta_model(cfg.model), form.targets)
+    targets = targeted(build_meta_model(cfg.model), form.targets)
+    # A parameter of experts is no layer of vLLM's: the layer is the experts' module.
+    layers = [n if key == "weight" else n.rpartition(".")[0] for n, (_, key) in targets.items()]
     return dict(
         enable_lora=True,
         max_loras=1,
         max_cpu_loras=1,
         max_lora_rank=lora_rank(form.rank),
-        lora_target_modules=sorted({name.rpartition(".")[2] for name in names}),
+        lora_target_modules=sorted({name.rpartition(".")[2] for name in layers}),
     )
 
 
@@ -58,7 +61,7 @@ class AdapterSlot:
         for layer, module in self._manager.modules.items():
             if not any(wanted.intersection(pair) for pair in self._pairs(layer)):
                 continue
-            for part in ("lora_a_stacked", "lora_b_stacked"):
+            for part in stacks(module):
                 for index, stacked in enumerate(getattr(module, part)):
                     key = f"{layer}.{part}.{index}".replace(".", "/")
                     memory.register_parameter(key, nn.Parameter(stacked, requires_grad=False))
@@ -71,13 +74,17 @@ class AdapterSlot:
             pairs = [(tensors.get(a), tensors.get(b)) for a, b in self._pairs(layer)]
             if all(a is None for a, _ in pairs):
                 continue
-            if layer in self._manager.packed_modules:
+            if is_of_experts(module):
+                load_experts(module, self._slot, pairs)
+            elif layer in self._manager.packed_modules:
                 module.set_lora(self._slot, [a for a, _ in pairs], [b for _, b in pairs])
             else:
                 module.set_lora(self._slot, *pairs[0])
 
     def _pairs(self, layer: str) -> list[tuple[str, str]]:
         """Return the names of A and B of each checkpoint layer that this layer fuses."""
+        if is_of_experts(self._manager.modules[layer]):
+            return [pair_names(f"{layer}.{key}") for key in ("gate_up_proj", "down_proj")]
         return [
             pair_names(f"{name}.weight")
             for name in self._manager.packed_modules.get(layer) or [layer]
@@ -90,6 +97,8 @@ class AdapterSlot:
         layers = self._manager.modules
         for name, module in layers.items():
             self._model.set_submodule(name, module.base_layer)
+            name_experts(module, is_wrapped=False)
         yield
         for name, module in layers.items():
             self._model.set_submodule(name, module)
+            name_experts(module, is_wrapped=True)

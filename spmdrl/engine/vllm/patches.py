@@ -12,7 +12,7 @@ keep_transformers_classes  models.transformers.base.Base, support_torch_compile
 keep_head_bias             ParallelLMHead._register_bias   once a second loading keeps the bias
 count_own_ranks            models.gpt_oss.MLPBlock         once it asks no rank but its engine's
 add_phimoe_head_bias       models.phimoe.PhiMoEForCausalLM.compute_logits   once it adds the bias
-patch_cpu_build            applies the next nine
+patch_cpu_build            applies the next ten
 inspect_models_here        model_executor.models.registry._run_in_subprocess
                                                     once that is an option
 keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm
@@ -24,6 +24,9 @@ route_in_one_group         fused_moe.router.cpu_router.CPURouter (0.32, 0.33)
                                                     once it knows such routers
 keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32, 0.33)
                                                     once CPU experts may stay unpacked
+choose_cpu_experts         fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend,
+                           in expert_adapters.py (0.32, 0.33)
+                                                    once its CPU experts know LoRA
 draw_numbers_ahead         sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu (0.32, 0.33)
                                                     once it makes no call per request
 leave_adapters_out         lora.ops.torch_ops.bgmv_expand, bgmv_expand_slice, and their names in
@@ -45,6 +48,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from spmdrl.engine.vllm.expert_adapters import LowRank, choose_cpu_experts
 
 _NUMBERS_AHEAD = 32
 _ADDED = ("__init__", "__call__", "save_aot_compiled_function", "_ignore_compile_vllm")
@@ -188,6 +193,7 @@ def patch_cpu_build() -> None:
     rotate_every_head()
     route_in_one_group()
     keep_expert_weights_live()
+    choose_cpu_experts()
     draw_numbers_ahead()
     leave_adapters_out()
     keep_numbers_of_drafts()
@@ -344,16 +350,25 @@ def _apply_experts(
     is_here = ids >= 0
     ids = ids[is_here]
     order = order[is_here]
-    rows = hidden_states[order // num_chosen]
+    tokens = order // num_chosen
+    rows = hidden_states[tokens]
+    context = getattr(self, "_lora_context", None)
+    low_rank = None if context is None else LowRank(context, tokens)
+    begin = 0
     parts = []
     for index, part in enumerate(rows.split(torch.bincount(ids, minlength=len(w1)).tolist())):
         bias1 = None if self.w1_bias is None else self.w1_bias[index]
         bias2 = None if self.w2_bias is None else self.w2_bias[index]
         gate_up = nn.functional.linear(part, w1[index], bias1)
+        if low_rank is not None:
+            low_rank.add_first(gate_up, part, expert=index, begin=begin)
         inner = gate_up.new_empty(len(part), w2.shape[2])
         if len(part):
             _activate(activation, inner, gate_up)
         parts.append(nn.functional.linear(inner, w2[index], bias2))
+        if low_rank is not None:
+            low_rank.add_second(parts[-1], inner, expert=index, begin=begin)
+        begin += len(part)
     computed = hidden_states.new_zeros(len(chosen), hidden_states.shape[1])
     computed.index_copy_(0, order, torch.cat(parts))
     computed = computed.view(num_tokens, num_chosen, -1)
