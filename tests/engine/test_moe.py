@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from spmdrl.config import LayoutSettings
+from spmdrl.sync.tables import FileTable
 from tests.helpers.built import changed
 from tests.helpers.worlds import with_stream
 from tests.model.test_moe import make_moe
@@ -26,11 +29,19 @@ CASES = {  # engine, family, dtype, layout
 
 
 def push_and_measure(stream: Any, engine: Any, trainer: Any) -> dict[str, Any]:
-    """See push_and_compare; and return the shapes of this rank's experts."""
+    """See push_and_compare; and return the shapes of this rank's experts, and the bytes of a push
+    that bring it each expert, {expert: bytes}."""
     found = push_and_compare(stream, engine, trainer)
     own = parameters(engine, trainer.world)
     shapes = {tuple(p.shape) for name, p in own.items() if name.endswith("w13_weight")}
-    return found | {"experts": shapes}
+    names = FileTable(trainer.weights.parts).names
+    arrived: Counter[int] = Counter()
+    for plan in stream.plans:
+        for number, nbytes in zip(plan.received.file, plan.received.nbytes):
+            expert = re.search(r"\.experts\.(\d+)\.", names[number])
+            if expert:
+                arrived[int(expert[1])] += int(nbytes)
+    return found | {"experts": shapes, "arrived": dict(arrived)}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +63,8 @@ def test_engines_hold_the_trainers_experts_and_agree_on_logprobs(case, tmp_path)
         assert_pushed(result, dtype=dtype, where=f"rank {rank}", half_gap=0.1)
         if case == "vllm_ep2":  # four of eight experts, whole
             assert result["experts"] == {(4, 2 * 48, 128)}
+            whole = 2 * 3 * 48 * 128 * 4
+            assert result["arrived"] == {4 * rank + i: whole for i in range(4)}
         of = result["behaviour"]
         if of:
             assert of["change"] > 0.05, "the test's change of weights is too small to be seen"
