@@ -12,6 +12,7 @@ HOMES = (
     "spmdrl/model/transformers_internals.py",
     "spmdrl/engine/vllm/internals.py",
     "spmdrl/engine/vllm/patches.py",
+    "spmdrl/engine/vllm/expert_adapters.py",
 )
 # Documented plugin interfaces: parsers, which are needed below the engines, and a loader; what is
 # loaded once for the ranks of a proof is not used there.

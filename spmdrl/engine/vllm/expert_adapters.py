@@ -4,6 +4,14 @@ Trainers have for each layer A [E, r, in] and B [E, out, r] of `gate_up_proj` an
 vLLM's FusedMoEWithLoRA (lora/layers/fused_moe.py, 0.32) has w1 (gate), w3 (up) and w2 (down), each
 [slots, experts of this rank, rank, in] and [slots, experts of this rank, out, rank]. So A of
 `gate_up_proj` stands twice there, and B is halved.
+
+Serves vLLM 0.32. Each line has the name here, vLLM's own, and when it can be removed.
+
+is_of_experts, stacks, load_experts, name_experts   lora.layers.FusedMoEWithLoRA
+                                                    with adapter.AdapterSlot
+choose_cpu_experts  select_unquantized_moe_backend, LoRAExpertsMixin, CPUUnquantizedExperts
+                                                    once its CPU experts take adapters
+LowRank             MoELoRAContext                  with choose_cpu_experts
 """
 
 from __future__ import annotations
