@@ -33,7 +33,7 @@ FAMILIES = (
     "olmo_hybrid",
     "mamba2",
 )
-DAILY = ("qwen3_5_moe_text", "nemotron_h", "lfm2", "falcon_h1")
+DAILY = ("qwen3_5_moe_text", "nemotron_h")
 MIXTURES = ("qwen3_5_moe_text", "nemotron_h")
 LONGEST = 400
 # Two prompts come twice: their samples share the states at the prompt's end.
