@@ -100,7 +100,7 @@ def test_recorded_steps_repeat_and_what_was_changed_since_is_named(live, tmp_pat
     assert status == 0 and "equal bit for bit: 4 certified steps (0 to 3)" in said, said
     spoiled = tmp_path / "spoiled"
     shutil.copytree(first, spoiled)
-    (path,) = (spoiled / "rollouts").glob("step_000002_*.parquet")
+    (path,) = (spoiled / "rollouts").glob("step_000002_replica_*.parquet")
     was = _change_a_token(path, group=5)
     status, said = _verify(spoiled, "--steps", "2")
     assert status == 1 and "differ: step 2: rollouts' tokens of group 5, sample 1" in said, said

@@ -90,6 +90,7 @@ def test_every_entry_of_the_glossary_is_filled_and_prefixed():
         "environment",
         "agent",
         "judge",
+        "serve",
         "data",
         "eval",
         "sync",
