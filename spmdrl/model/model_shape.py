@@ -87,15 +87,20 @@ class StateLayer:
     counts rows."""
 
     @property
-    def numel(self) -> int:
-        """Elements of the state of one sequence, with the last inputs of the convolution."""
-        return self.heads * self.keys * self.values + self.channels * (self.kernel - 1)
+    def matrix_numel(self) -> int:
+        """Elements of the matrices of one sequence."""
+        return self.heads * self.keys * self.values
+
+    @property
+    def input_numel(self) -> int:
+        """Elements of the last inputs of the convolution of one sequence."""
+        return self.channels * (self.kernel - 1)
 
     @property
     def flops(self) -> int:
         """Operations of a token beyond projections: convolve, read, decay by a product, write."""
         products = 3 if self.corrects else 2
-        of_state = 2 * products * self.heads * self.keys * self.values
+        of_state = 2 * products * self.matrix_numel
         return of_state + 2 * self.channels * self.kernel
 
 

@@ -82,14 +82,18 @@ def _run(cfg: object, shape: ModelShape) -> Run:
         ),
         ("qwen3_moe", dict(world_size=2, tp=2, dtype="bfloat16", recomputes=True)),
         ("gemma2", dict(world_size=3)),
+        ("qwen3_5_text", dict(world_size=2, tp=2)),
         pytest.param(
             "qwen3", dict(world_size=2, memory={"reshard": "never"}), marks=pytest.mark.grid
         ),
     ],
-    ids=["fsdp", "tp", "ep", "experts under tp", "uneven", "never resharded"],
+    ids=["fsdp", "tp", "ep", "experts under tp", "uneven", "states under tp", "never resharded"],
 )
 def test_ranks_hold_what_the_plan_says(family, layout, tmp_path):
-    _compare(family, layout, tmp_path, sizes=_WIDE if family != "gemma2" else {}, within=0.1)
+    sizes = {} if family == "gemma2" else _WIDE
+    if family in WITH_STATE:
+        sizes = sizes | {"num_hidden_layers": 2}
+    _compare(family, layout, tmp_path, sizes=sizes, within=0.1)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,8 @@ def _compare(family: str, layout: dict, tmp_path: Path, *, sizes: dict, within: 
         assert held["weights"] == 4 * numel, (rank, held["weights"] / 4, numel)
         assert held["gradients"] == 4 * numel and held["optimizer"] == 8 * numel
         assert held["engine weights"] == engine.causes["engine weights"]
-        assert held["KV cache"] == engine.causes["KV cache"]
+        states = engine.causes.get("states of sequences", 0)
+        assert held["KV cache"] == engine.causes["KV cache"] + states
         assert held["slots"] == engine.sequences == 7
         if rank == 0:
             exact = {"weights": 4 * numel, "gradients": 4 * numel, "optimizer": 8 * numel}
@@ -208,15 +213,18 @@ def test_layers_with_a_state_take_memory_by_the_sequence_and_not_by_the_token(tm
     (state,) = [block.state for block in shape.blocks if block.state]
     assert (state.heads, state.keys, state.values) == (4, 32, 32)
     assert (state.channels, state.kernel, state.corrects) == (2 * 2 * 32 + 4 * 32, 4, True)
-    assert state.numel == 4 * 32 * 32 + 256 * 3
+    assert (state.matrix_numel, state.input_numel) == (4 * 32 * 32, 256 * 3)
     assert state.flops == 6 * 4 * 32 * 32 + 2 * 256 * 4
     cfg = run_config(str(tmp_path), str(tmp_path), world_size=2, inference_tp=1)
     run = _run(changed(cfg, engine={"kind": "vllm"}), shape)
     axes = axes_of(run.cfg)
     assert cache_bytes_per_token(run, axes) == 2 * 2 * 16 * run.engine_bytes
-    held = engine_memory(run, axes, memory_bytes=0)
-    of_states = run.engine.max_num_seqs * state.numel * run.engine_bytes
-    assert held.causes["states of sequences"] == of_states
+    assert run.engine_bytes == 2
+    for kind, of_matrix in (("vllm", 2), ("transformers", 4)):
+        run = _run(changed(cfg, engine={"kind": kind}), shape)
+        held = engine_memory(run, axes, memory_bytes=0)
+        of_sequence = 4 * 32 * 32 * of_matrix + 256 * 3 * 2
+        assert held.causes["states of sequences"] == run.engine.max_num_seqs * of_sequence
 
 
 def _gpu_run(cfg: Config, shape: ModelShape, *, lora_numel: int = 0, **engine: object) -> Run:

@@ -91,10 +91,16 @@ def cache_bytes_per_token(run: Run, axes: Axes) -> int:
 
 
 def state_bytes_per_sequence(run: Run, axes: Axes) -> int:
-    """Return the bytes of one sequence's states on one engine rank, all layers."""
-    own = ((block.state, count) for block, count in run.shape.kinds)
-    numel = sum(count * state.numel for state, count in own if state)
-    return numel * run.engine_bytes // axes.inference_tp
+    """Return the bytes of one sequence's states on one engine rank, all layers.
+
+    The transformers engine keeps matrices in float32. vLLM keeps them in the engine's dtype.
+    """
+    of_matrix = run.engine_bytes if run.engine.traits.has_own_models else 4
+    total = 0
+    for block, count in run.shape.kinds:
+        if own := block.state:
+            total += count * (own.matrix_numel * of_matrix + own.input_numel * run.engine_bytes)
+    return total // axes.inference_tp
 
 
 def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
