@@ -23,8 +23,8 @@ from torch import nn
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.attention.packed_states import CHANNEL_CHUNK
 from spmdrl.model.attention.packing_support import packing_support
+from spmdrl.model.attention.state_chunks import CHANNEL_CHUNK
 from spmdrl.model.attention.state_layers import supports_packed_states
 from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
 from spmdrl.model.parallel import sequence_parallel

@@ -32,6 +32,7 @@ FAMILIES = (
     "falcon_h1",
     "olmo_hybrid",
     "mamba2",
+    "kimi_linear",
 )
 DAILY = ("qwen3_5_moe_text", "nemotron_h")
 MIXTURES = ("qwen3_5_moe_text", "nemotron_h")

@@ -223,7 +223,7 @@ def test_kernels_are_called_where_they_can_be_imported():
     assert not packed_states.has_kernel("json", torch.zeros(1))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "mamba2"])
 def test_kernels_get_the_boundaries_of_sequences(family, monkeypatch):
     layer = layer_of(family)
     row = StateRow(make_packing((3, 2), CPU, padded=False))
@@ -238,11 +238,12 @@ def test_kernels_get_the_boundaries_of_sequences(family, monkeypatch):
 
     def delta_rule(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):
         assert cu_seqlens.tolist() == [0, 3, 5] and use_qk_l2norm_in_kernel
-        assert g.shape == beta.shape == v.shape[:3] and q.shape == k.shape
+        assert beta.shape == v.shape[:3] and q.shape == k.shape
+        assert g.shape == (k.shape if family == "kimi_linear" else v.shape[:3])
         seen.append("state")
         return v, None
 
-    def scan(x, dt, A, B, C, *, D, chunk_size, dt_softplus, dt_limit, seq_idx):
+    def scan(x, dt, A, B, C, *, chunk_size, D, seq_idx):
         assert seq_idx.tolist() == numbers and dt.shape == x.shape[:3]
         assert B.shape == C.shape == (*x.shape[:3], 16) and A.shape == D.shape == x.shape[2:3]
         seen.append("state")
@@ -251,6 +252,7 @@ def test_kernels_get_the_boundaries_of_sequences(family, monkeypatch):
     kernels = {
         "causal_conv1d_fn": convolution,
         "torch_chunk_gated_delta_rule": delta_rule,
+        "chunk_kimi_delta_attention": delta_rule,
         "mamba2_chunk_scan": scan,
     }
     known = inspect.unwrap(type(layer).forward).__globals__

@@ -1,12 +1,12 @@
 """The states of running sequences, and layers that go on from them by one token.
 
-Gated delta nets, Mamba 2 and short convolutions compute prompts as the trainer does
-(model/attention/packed_states.py), and keep the state after each prompt. A sequence that continues
-takes one step of the recurrence from its state. The fast kernels of packed_states.py are not used.
+Gated delta nets, Kimi delta attention, Mamba 2 and short convolutions compute prompts as the
+trainer does (model/attention/state_chunks.py), and keep the state after each prompt. A sequence
+that continues takes one step of the recurrence from its state. The fast kernels are not used.
 
 Shape letters: T packed tokens, P of them of prompts, S prompts, B sequences that continue, N slots,
-H heads, G groups of heads, K size of keys (Mamba's state), V size of values (Mamba's head),
-D channels, W tokens of a convolution.
+H heads, K size of keys (Mamba's state), V size of values (Mamba's head), D channels, W tokens of a
+convolution.
 """
 
 from __future__ import annotations
@@ -17,25 +17,32 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from spmdrl.engine.transformers.kv_cache import Work
 from spmdrl.model.attention.packed_states import (
+    by_head,
+    convolution,
+    gated_delta_rule,
+    mamba2_scan,
+    time_steps,
+)
+from spmdrl.model.attention.packing import Packing
+from spmdrl.model.attention.state_chunks import (
     convolve,
     delta_rule_of_chunks,
     normalized,
     scan_of_chunks,
 )
-from spmdrl.model.attention.packing import Packing
-from spmdrl.model.attention.state_layers import PACKED, with_functions
+from spmdrl.model.attention.state_layers import PACKED, no_fused_scan, with_functions
 
 
 def keeps_known_states(mixer: nn.Module) -> bool:
     """Return whether the states of a layer that computes packed rows can be cached."""
-    names = {*inspect.unwrap(type(mixer).forward).__code__.co_names}
-    return "causal_conv1d_fn" in names and names & PACKED.keys() <= _CACHED.keys()
+    names = inspect.unwrap(type(mixer).forward).__code__.co_names
+    packed = [PACKED[name] for name in names if name in PACKED]
+    return convolution in packed and all(form in _CACHED for form in packed)
 
 
 def cache_states(hf_model: nn.Module, mixers: Iterable[str]) -> None:
@@ -57,9 +64,9 @@ def _forward(
         return packed(*args, **kwargs)
     known = inspect.unwrap(type(mixer).forward).__globals__
     functions = {
-        function: partial(cached, work, f"{name}.{function}")
-        for function, cached in _CACHED.items()
-        if function in known
+        function: partial(_CACHED[form], work, f"{name}.{function}")
+        for function, form in PACKED.items()
+        if function in known and form in _CACHED
     }
     kwargs = {key: value for key, value in kwargs.items() if key not in ("packing", "work")}
     return with_functions(mixer, functions)(*args, **kwargs)
@@ -115,6 +122,7 @@ def _convolution(
     width = weight.shape[-1]
 
     def of_prompts(packing: Packing, x: Tensor) -> tuple[Tensor, Tensor]:
+        """From inputs [P, D] to outputs [P, D] and the last inputs [S, D, W - 1]."""
         places = packing.places(len(x))
         ends = packing.cu_seqlens[1:].long() - 1
         back = torch.arange(width - 2, -1, -1, device=x.device)
@@ -124,6 +132,7 @@ def _convolution(
         return convolve(x.T, weight, bias, places=places).T, last
 
     def of_step(last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """From the last inputs [B, D, W - 1] and x [B, D] to outputs [B, D] and the last inputs."""
         whole = torch.cat([last, x[..., None]], -1)
         inputs = whole.to(weight.dtype)
         # Added up in the order of `convolve`.
@@ -138,12 +147,6 @@ def _convolution(
 
 
 # --------------------------------------------------------------------------- matrices as states
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """Return [T, H, ...] as [H, T, ...], with at least one more dim."""
-    x = x.transpose(0, 1)
-    return x if x.dim() == 3 else x[..., None]
 
 
 def _read(state: Tensor, query: Tensor) -> Tensor:
@@ -162,12 +165,13 @@ def _gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the gated delta rule (arXiv 2412.06464, equation 10), [1, T, H, V], with arguments as
-    in packed_states.py. The state is [H, K, V] float32."""
+    """Compute the gated delta rule or Kimi delta attention, [1, T, H, V], with arguments as in
+    packed_states.py. The state is [H, K, V] float32."""
 
     def of_prompts(packing: Packing, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """From the five inputs [P, H, ...] to outputs [P, H, V] and states [S, H, K, V]."""
         out, states = delta_rule_of_chunks(
-            *map(_heads_first, inputs),
+            *(by_head(x[None]) for x in inputs),
             packing=packing,
             normalizes=use_qk_l2norm_in_kernel,
             wants_states=True,
@@ -176,11 +180,12 @@ def _gated_delta_rule(
         return out.transpose(0, 1), states.transpose(0, 1)
 
     def of_step(state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """From states [B, H, K, V] and inputs [B, H, ...] to outputs [B, H, V] and new states."""
         query, key, value, g, beta = (x.float() for x in inputs)
         if use_qk_l2norm_in_kernel:
             query = normalized(query)
             key = normalized(key)
-        state = state * g.exp()[..., None, None]
+        state = state * g.exp().view(*state.shape[:2], -1, 1)
         new = beta[..., None] * (value - _read(state, key))
         state = state + key[..., None] * new[..., None, :]
         return _read(state, query * query.shape[-1] ** -0.5), state
@@ -205,21 +210,21 @@ def _mamba2_scan(
     dt_limit: tuple[float, float],
     **_: Any,
 ) -> Tensor:
-    """Compute Mamba 2's state-space layer (arXiv 2405.21060, section 6), [1, T, H, V], with
-    arguments as in packed_states.py. The state is [H, K, V] float32."""
-    steps = dt[0] + dt_bias.to(dt.dtype)
-    steps = F.softplus(steps) if dt_softplus else steps
-    steps = steps.clamp(*dt_limit).float()
+    """Compute Mamba 2's state-space layer, [1, T, H, V], with arguments as in packed_states.py. The
+    state is [H, K, V] float32."""
+    steps = time_steps(dt, dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)[0]
     copies = x.shape[2] // B.shape[2]  # heads of a group
     keys, queries = (each[0].repeat_interleave(copies, dim=1) for each in (B, C))
 
     def of_prompts(packing: Packing, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        x, dt, keys, queries = map(_heads_first, inputs)
+        """From the four inputs [P, H, ...] to outputs [P, H, V] and states [S, H, K, V]."""
+        x, dt, keys, queries = (by_head(each[None]) for each in inputs)
         out, states = scan_of_chunks(x, dt, A, keys, queries, packing=packing, wants_states=True)
         assert states is not None
         return out.transpose(0, 1), states.transpose(0, 1)
 
     def of_step(state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """From states [B, H, K, V] and inputs [B, H, ...] to outputs [B, H, V] and new states."""
         x, dt, keys, queries = (each.float() for each in inputs)
         state = state * (A.float() * dt).exp()[..., None, None]
         state = state + keys[..., None] * (x * dt[..., None])[..., None, :]
@@ -230,9 +235,10 @@ def _mamba2_scan(
     return (out + D[:, None] * x[0].float())[None].contiguous()
 
 
-_CACHED: Mapping[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _gated_delta_rule,
-    "mamba2_chunk_scan": _mamba2_scan,
-    "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # layers go on without it
+_CACHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    convolution: _convolution,
+    gated_delta_rule: _gated_delta_rule,
+    mamba2_scan: _mamba2_scan,
+    no_fused_scan: no_fused_scan,
 }
+"""{form on packed rows: that which continues from cached states}."""

@@ -23,13 +23,11 @@ from spmdrl.model.attention.packed_states import (
     by_head,
     by_token,
     convolution,
-    convolve,
     gated_delta_rule,
-    kimi_delta_rule,
     mamba2_scan,
-    scan_of_chunks,
 )
 from spmdrl.model.attention.recurrences import linear_recurrence, selective_scan
+from spmdrl.model.attention.state_chunks import convolve, scan_of_chunks
 from spmdrl.model.parallel.state_exchange import StateRow
 
 
@@ -160,18 +158,18 @@ def _gates(unit: Any, x: Tensor, own: Tensor, first: Tensor) -> tuple[Tensor, Te
     return decay.transpose(0, 1).float(), inputs.transpose(0, 1).float()
 
 
-def _no_fused_scan(*_: Any, **__: Any) -> None:
+def no_fused_scan(*_: Any, **__: Any) -> None:
     """Take the place of a kernel that scans, normalises and projects: layers go on without it."""
 
 
 PACKED: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolution,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
-    "chunk_kimi_delta_attention": kimi_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba_selective_scan": selective_scan,
-    "mamba_inner_fn": _no_fused_scan,
+    "mamba_inner_fn": no_fused_scan,
     "mamba2_chunk_scan": mamba2_scan,
-    "mamba2_split_conv1d_scan_combined": _no_fused_scan,
+    "mamba2_split_conv1d_scan_combined": no_fused_scan,
 }
 _UNUSED = (
     "apply_mask_to_padding_states",  # there is no padding

@@ -18,8 +18,8 @@ from functools import lru_cache
 import torch
 
 from spmdrl.model.attention.kernels import LARGEST_HEAD, is_by_matmul
-from spmdrl.model.attention.packed_states import CHUNK
 from spmdrl.model.attention.packing import PaddedGroup, make_packing
+from spmdrl.model.attention.state_chunks import CHUNK
 from spmdrl.model.model_shape import Attention, Block, ModelShape, StateLayer
 
 _MULTIPROCESSORS = 148
