@@ -116,9 +116,8 @@ def gated_delta_rule(
         )[0]
         out = out[0].transpose(0, 1)
     else:
-        out, _ = delta_rule_of_chunks(
-            *parts, packing=row.packing, normalizes=use_qk_l2norm_in_kernel
-        )
+        normalizes = use_qk_l2norm_in_kernel
+        out = delta_rule_of_chunks(*parts, packing=row.packing, normalizes=normalizes)[0]
     return by_token(row.to_tokens(out.to(query.dtype), heads=query.shape[2])), None
 
 
