@@ -410,6 +410,7 @@ def _build_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[st
 
 def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool) -> Iterator[str]:
     kernels = cfg.model.kernels
+    checkpointing = cfg.model.memory.activation_checkpointing
     for problem in misfits(
         counts,
         axes_of(cfg),
@@ -418,11 +419,18 @@ def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool
         is_policy=is_policy,
     ):
         yield f"{problem} {at}"
-    if counts.mixers and kernels.compile:
+    if counts.padded and kernels.compile:
         yield (
             f"model.kernels.compile: true with a {counts.model_type}, whose "
-            f"{', '.join(counts.mixers)} computes in as many parts as the lengths ask for; set it "
+            f"{', '.join(counts.padded)} computes in as many parts as the lengths ask for; set it "
             f"to false {at}"
+        )
+    if counts.states and kernels.compile and checkpointing == "selective":
+        # Results that inductor's code wrote in place cannot be kept.
+        yield (
+            "model.memory.activation_checkpointing: selective with model.kernels.compile and a "
+            f"{counts.model_type}, whose {', '.join(counts.states)} is not compiled: products of "
+            f"the compiled rest of a block cannot be kept; take full or none {at}"
         )
     if counts.experts and kernels.compile:
         # Inductor of torch 2.13 crashes in their backward pass on the CPU.

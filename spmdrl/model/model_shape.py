@@ -178,10 +178,16 @@ class ModelCounts:
     has_own_experts: bool = False  # computed by the model's own code, which is not known here
     other: tuple[tuple[str, int], ...] = ()  # (weight and dim, size) that tp also divides
     unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
-    mixers: tuple[str, ...] = ()  # kinds of layers that mix tokens otherwise than by attention
+    padded: tuple[str, ...] = ()  # kinds of layers that compute one sequence per row
+    states: tuple[str, ...] = ()  # kinds of layers that keep a state, and compute packed rows
     bidirectional_images: bool = False  # the tokens of an image attend to each other
     leak: str = ""  # why packed sequences would attend to each other
     tp_problem: str = ""  # why it cannot be tensor-parallel over any number of ranks
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Kinds of layers that mix tokens otherwise than by attention."""
+        return tuple(sorted({*self.padded, *self.states}))
 
     @property
     def cut_by_tp(self) -> dict[str, int]:
@@ -313,7 +319,8 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         experts=next(filter(None, map(count, _EXPERTS)), 0),
         has_own_experts=not experts_modules(hf_model),
         unsliced=tuple(unsliced),
-        mixers=tuple(sorted({*padded, *kinds(support.states)})),
+        padded=tuple(padded),
+        states=tuple(kinds(support.states)),
         bidirectional_images=has_bidirectional_images(hf_model),
         leak=support.reasons[0] if support.reasons else "",
         tp_problem=f"its {padded[0]} is not cut" if padded else tp_problem(hf_model),

@@ -1,18 +1,26 @@
-"""Compiled blocks: which sizes the compiler knows, and which vary."""
+"""Compiled blocks: which sizes the compiler knows, what is compiled beside layers with a state."""
 
 from __future__ import annotations
 
 from functools import partialmethod
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 from transformers import AutoModelForCausalLM
 
+from spmdrl.check.fit import fit_problems
 from spmdrl.config import Config, KernelsSettings, ModelSettings
 from spmdrl.model.parallel.layout import _wrapped_blocks
+from spmdrl.tools.small_models.families import family_config
+from spmdrl.tools.small_models.shrink import shrunk, tiny_model
+from tests.helpers.built import changed
+from tests.helpers.comparing import differing
 from tests.helpers.plan_runs import tiny_config
+from tests.helpers.policy_runs import config, updated
+from tests.helpers.worlds import another_trainer, with_trainer
 
 SHAPES: list[torch.Size] = []
 """Of the first norm's input, once for each compilation of a block."""
@@ -50,3 +58,56 @@ def test_a_compiled_block_knows_its_width_and_serves_every_length(monkeypatch) -
     assert all(isinstance(width, int) for width in widths), widths
     is_length_known = [isinstance(shape[1], int) for shape in SHAPES]
     assert is_length_known == [True, False]
+
+
+# ------------------------------------------------------------------ layers with a state
+
+GRAPHS: list[int] = []
+"""Linear layers of each graph that was compiled."""
+
+
+def _run(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """Note a graph, also the part that is checkpointed, and run it as it was traced."""
+    parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    nodes = [node for part in parts for node in part.graph.nodes]
+    GRAPHS.append(sum(node.target is nn.functional.linear for node in nodes))
+    return graph.forward
+
+
+def _eager_and_compiled(first: Any, memories: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Take two updates in each way, compiled and not; this rank is a process of its own."""
+    nn.Module.compile = partialmethod(nn.Module.compile, backend=_run)  # type: ignore[method-assign]
+    found = []
+    for memory in memories:
+        torch.compiler.reset()
+        own = {"memory": memory, "kernels": {"compile": True}}
+        cfg = changed(first.world.cfg, model=own)
+        GRAPHS.clear()
+        compiled = updated(another_trainer(first, cfg))
+        plain = updated(another_trainer(first, changed(cfg, model={"kernels": {"compile": False}})))
+        parameters = differing(compiled["parameters"], plain["parameters"])
+        sums = (compiled["sums"], plain["sums"])
+        found.append({"differing": parameters, "sums": sums, "graphs": [*GRAPHS]})
+    return found
+
+
+MEMORY = [{}, {"activation_checkpointing": "full"}]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("bamba", marks=pytest.mark.grid)])
+def test_blocks_are_compiled_around_layers_with_a_state(family, tmp_path):
+    tiny_model(shrunk(family_config(family)), tmp_path / "model")
+    cfg = config(tmp_path / "model", tmp_path)
+    (ways,) = with_trainer(cfg, _eager_and_compiled, MEMORY)
+    for found in ways:
+        assert not found["differing"] and found["sums"][0] == found["sums"][1]
+        # What is before and after the state, then a block of attention as a whole; the second
+        # length compiles once more.
+        assert found["graphs"] == [0, 3, 7, 0, 3, 7]
+
+
+def test_selective_checkpointing_of_compiled_layers_with_a_state_is_refused(tmp_path):
+    shrunk(family_config("qwen3_5_text")).save_pretrained(tmp_path)
+    own = {"kernels": {"compile": True}, "memory": {"activation_checkpointing": "selective"}}
+    (problem,) = fit_problems(config(tmp_path, tmp_path / "run", model=own))
+    assert "selective with model.kernels.compile and a qwen3_5_text, whose Qwen3_5Gated" in problem

@@ -499,8 +499,12 @@ def _stored_row(mixer: Any) -> StateRow:
     return StateRow.of(_stored_packing(mixer), vars(mixer).get("tensor_group"))
 
 
+@torch.compiler.disable
 def _in_one_row(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute a layer with a state, without the packing arguments, which it may not know."""
+    """Compute a layer with a state, without the packing arguments, which it may not know.
+
+    It is not compiled, because its number of chunks varies; the rest of its block is.
+    """
     known = {name: value for name, value in kwargs.items() if name not in _PACKING_ARGUMENTS}
     return forward(*args, **known)
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from spmdrl.config import Config, MemorySettings
+from spmdrl.model.attention.state_layers import supports_packed_states
 from spmdrl.model.blocks import base_of, blocks, experts_modules
 from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.head import HeadOptions, check_fused_head, head_chunk_tokens
@@ -110,17 +111,29 @@ def _wrapped_blocks(hf_model: nn.Module, cfg: Config) -> list[nn.Module]:
     """Return the blocks, first to last, wrapped for activation checkpointing and offloading."""
     names = list(blocks(hf_model))
     spared = cfg.model.memory
+    if cfg.model.kernels.compile:
+        _compile(hf_model, names, with_state=True)
     recompute.checkpoint(hf_model, spared.activation_checkpointing)
     if cfg.model.kernels.compile:
-        for name in names:
-            # Rows are packed to any length. Only sizes that were seen to vary become symbols, so
-            # the second length compiles once more. With dynamic=True the width would be a symbol
-            # too, and torch 2.11 cannot trace liger's norms, which compute from it the size of a
-            # Triton block.
-            hf_model.get_submodule(name).compile()
+        _compile(hf_model, names, with_state=False)
     if recompute.has(spared.offload, "activations"):
         keep_on_host(hf_model, names)
     return [hf_model.get_submodule(name) for name in names]
+
+
+def _compile(hf_model: nn.Module, names: list[str], *, with_state: bool) -> None:
+    """Compile the blocks that have a layer with a state, or those that have none.
+
+    Layers with a state are not compiled. Dynamo compiles what checkpointing wraps as one graph or
+    not at all, so blocks that have one are compiled before they are wrapped.
+    """
+    # Rows are packed to any length. Only sizes that were seen to vary become symbols, so the second
+    # length compiles once more. With dynamic=True the width would be a symbol too, and torch 2.11
+    # cannot trace liger's norms, which compute from it the size of a Triton block.
+    for name in names:
+        block = hf_model.get_submodule(name)
+        if any(map(supports_packed_states, block.modules())) == with_state:
+            block.compile()
 
 
 def give_storage(scorer: nn.Module, offload: str, *, device: torch.device) -> None:
