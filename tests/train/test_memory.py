@@ -15,6 +15,8 @@ from spmdrl.check.rules import rule_problems
 from spmdrl.config import Config, LayoutSettings, MemorySettings, ModelSettings, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
 from spmdrl.model.tensor_parts import local_part
+from spmdrl.tools.small_models.families import family_config
+from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 from spmdrl.train import adamw as optimizer
 from spmdrl.train.adamw import AdamW, stochastic_round
 from tests.helpers.checkpoint_runs import after_two_updates, restore
@@ -100,6 +102,26 @@ def test_nor_does_any_under(model, layout, tmp_path):
     cfg = config(small_model(tmp_path, **model), tmp_path, **layout)
     for found in with_trainer(cfg, _in_all_ways):
         _assert_all_the_same(found)
+
+
+@pytest.mark.parametrize(
+    "family, adapters",
+    [
+        ("qwen3_5_text", {}),
+        ("bamba", {"rank": 3}),
+        pytest.param("bamba", {}, marks=pytest.mark.grid),
+        pytest.param("qwen3_5_text", {"rank": 3}, marks=pytest.mark.grid),
+    ],
+)
+def test_nor_does_any_of_layers_with_a_state(family, adapters, tmp_path):
+    tiny_model(shrunk(family_config(family)), tmp_path / "model")
+    cfg = config(tmp_path / "model", tmp_path, model={"lora": adapters})
+    found = with_trainer(cfg, _in_all_ways)[0]
+    _assert_all_the_same(found)
+    in_projection = "linear_attn.in_proj_qkv" if family == "qwen3_5_text" else "mamba.in_proj"
+    assert any(in_projection in name for name in found["none"]["parameters"])
+    assert found["host"]["bytes"] < 0.5 * found["none"]["bytes"]
+    assert found["full"]["bytes"] < found["selective"]["bytes"] < 0.7 * found["none"]["bytes"]
 
 
 # ------------------------------------------------------------------ rounding
