@@ -558,6 +558,15 @@ def test_of_trl_on_four_gpus(values, wanted):
     assert {name: found.fields.get(name) for name in wanted} == wanted
 
 
+def test_four_bits_of_another_kind_than_nf4_are_left_to_people():
+    values = {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
+    found = translated("trl", values, gpus=4, rows=4096)
+    assert "model.lora.base" not in found.fields
+    assert "fp4: of 4 bits only nf4" in found.asked["model.lora.base"]
+    found = translated("trl", {**values, "load_in_4bit": False}, gpus=4)
+    assert "model.lora.base" not in found.asked
+
+
 def test_a_vllm_server_of_trl_adds_gpus_that_only_people_know():
     found = translated("trl", {"use_vllm": True, "vllm_mode": "server"}, gpus=4)
     assert found.fields["layout.placement"] == "split"

@@ -235,7 +235,10 @@ def _lora(theirs: Theirs, ours: Ours) -> None:
         ours.ask("model.lora.targets", "PEFT chooses by family, often [q_proj, v_proj]: name them")
     else:
         ours.set(model__lora__targets=targets)
-    if theirs["load_in_4bit"]:
+    kind = theirs["bnb_4bit_quant_type"]
+    if theirs["load_in_4bit"] and kind != "nf4":
+        ours.ask("model.lora.base", f"bnb_4bit_quant_type is {kind}: of 4 bits only nf4 is here")
+    elif theirs["load_in_4bit"]:
         ours.set(model__lora__base="nf4")
     elif theirs["load_in_8bit"]:
         ours.set(model__lora__base="int8")
