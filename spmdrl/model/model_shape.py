@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -316,7 +316,7 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         kv_heads=0 if count("kv_lora_rank") else count("num_key_value_heads"),
         intermediate=count("intermediate_size") if has_mlp else 0,
         vocab=count("vocab_size"),
-        experts=next(filter(None, map(count, _EXPERTS)), 0),
+        experts=_experts_of_layers(hf_model, count),
         has_own_experts=not experts_modules(hf_model),
         unsliced=tuple(unsliced),
         padded=tuple(padded),
@@ -326,6 +326,20 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         tp_problem=f"its {padded[0]} is not cut" if padded else tp_problem(hf_model),
     )
     return replace(counts, other=_other_sizes(hf_model, known=counts.cut_by_tp.values()))
+
+
+def _experts_of_layers(hf_model: nn.Module, count: Callable[[str], int]) -> int:
+    """Return what divides the experts of every layer; 0 for a model that makes no experts, whatever
+    its config says.
+
+    Args:
+        count: returns what divides a field of the config in every layer.
+    """
+    if fused := experts_modules(hf_model):
+        return math.gcd(*(experts.num_experts for experts in fused.values()))
+    if not any("Expert" in type(module).__name__ for module in hf_model.modules()):
+        return 0
+    return next(filter(None, map(count, _EXPERTS)), 0)
 
 
 def _other_sizes(hf_model: nn.Module, *, known: Iterable[int]) -> tuple[tuple[str, int], ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
@@ -181,6 +181,16 @@ def test_experts_that_do_not_divide_and_dense_models_are_refused_with_values_tha
     (problem,) = fit_problems(compiled)
     assert problem.startswith("model.kernels.compile: true with a qwen3_moe, whose experts cannot")
     assert fit_problems(changed(compiled, model={"path": str(tiny_model)})) == []
+
+
+def test_a_model_without_a_layer_of_experts_is_dense_whatever_its_config_says(tmp_path):
+    kinds = dict(layers_block_type=["linear_attention", "mlp", "full_attention"])
+    AutoConfig.for_model("nemotron_h", **kinds).save_pretrained(tmp_path)  # with n_routed_experts
+    cfg = config(tmp_path, tmp_path / "run", world_size=2, ep=2)
+    (problem,) = fit_problems(cfg)
+    assert problem.startswith("layout.ep: 2 with a nemotron_h, which has no experts; set layout.ep")
+    quantised = {"lora": {"rank": 4, "base": "nf4"}}
+    assert fit_problems(changed(cfg, layout={"ep": 1}, model=quantised)) == []
 
 
 @pytest.mark.parametrize(
