@@ -133,7 +133,8 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
         problems += refusal(lambda: model_arguments(cfg))
         problems += refusal(lambda: check_mixers(hf_model, counts.mixers))
         is_seeing = has_vision_tower(hf_model)
-        problems += refusal(lambda: check_drafts(cfg, mixers=counts.mixers, is_seeing=is_seeing))
+        kinds = dict(mixers=counts.mixers, states=counts.states)
+        problems += refusal(lambda: check_drafts(cfg, **kinds, is_seeing=is_seeing))
     if is_on_cpu(cfg):
         offload = cfg.model.memory.offload
         problems += refusal(lambda: check_offload(offload, torch.device("cpu")))
@@ -200,8 +201,10 @@ def _exact_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts) -> It
     if not cfg.engine.exact:
         return
     why = ""
-    if counts.mixers:
-        why = f"whose {', '.join(counts.mixers)} keeps a state, which is not computed exactly"
+    if counts.states:
+        why = f"whose {', '.join(counts.states)} keeps a state, which is not computed exactly"
+    elif counts.mixers:
+        why = f"whose {', '.join(counts.mixers)} computes by code of its own, which is not exact"
     elif has_vision_tower(hf_model):
         why = "which sees, and towers are not computed exactly"
     elif chunk := packing_support(hf_model).chunk:

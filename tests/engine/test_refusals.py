@@ -117,6 +117,7 @@ def test_what_the_cpu_build_lacks_is_refused_by_the_dry_run_and_not_on_gpus(
     ("family", "has"),
     [
         ("qwen3_next", "layers with a state .*GatedDeltaNet"),
+        ("glm_moe_dsa", "layers that compute by code of their own .GlmMoeDsaAttention"),
         ("deepseek_v3", "latent attention"),
         ("qwen3", ""),
     ],

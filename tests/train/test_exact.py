@@ -16,6 +16,8 @@ from spmdrl.check.fit import build_policy, policy_problems
 from spmdrl.check.rules import rule_problems
 from spmdrl.config import Config
 from spmdrl.model.exact.numerics import Exact
+from spmdrl.tools.small_models.families import family_config
+from spmdrl.tools.small_models.shrink import shrunk
 from spmdrl.types import Batch
 from tests.helpers.built import changed, good
 from tests.helpers.comparing import differing, full_parameters
@@ -203,6 +205,21 @@ def test_adapters_of_experts_are_refused_and_those_beside_them_are_not(tmp_path:
     assert found["q_proj",] == []
     (problem,) = found["all-linear"]
     assert problem.startswith("engine.exact: true with model.lora on the experts model.layers.0")
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("lfm2", "whose Lfm2ShortConv keeps a state, which is not computed exactly"),
+        ("deepseek_v32", "whose DeepseekV32Attention computes by code of its own, which is not"),
+        ("llama4_text", "which attends within chunks of 32 tokens"),
+    ],
+)
+def test_layers_that_are_not_exact_are_refused_by_what_they_do(family, words, tmp_path: Path):
+    shrunk(family_config(family)).save_pretrained(tmp_path)
+    cfg = _exact(model=dict(path=str(tmp_path)))
+    (problem,) = [one for one in policy_problems(cfg, build_policy(cfg)) if "exact:" in one]
+    assert words in problem
 
 
 def test_a_vllm_with_other_caches_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch):

@@ -163,7 +163,7 @@ def check_mixers(hf_model: Any, mixers: Collection[str]) -> None:
     """Refuse layers that vLLM could only run by its Transformers backend, which cannot run them.
 
     Args:
-        mixers: kinds of layers that mix tokens by something other than softmax attention.
+        mixers: kinds of layers that mix tokens by code of their own.
     Raises: Refusal where there are some and vLLM has no class of its own for the model.
     """
     name = type(hf_model).__name__
@@ -176,11 +176,14 @@ def check_mixers(hf_model: Any, mixers: Collection[str]) -> None:
         )
 
 
-def check_drafts(cfg: Config, *, mixers: Collection[str], is_seeing: bool) -> None:
+def check_drafts(
+    cfg: Config, *, mixers: Collection[str], states: Collection[str], is_seeing: bool
+) -> None:
     """Refuse speculative decoding of models for which its log-probabilities were not compared.
 
     Args:
         mixers: as for `check_mixers`.
+        states: those of them that keep a state.
         is_seeing: the model takes images.
     Raises: Refusal that says what such a model has.
     """
@@ -188,8 +191,10 @@ def check_drafts(cfg: Config, *, mixers: Collection[str], is_seeing: bool) -> No
         return
     config = hf_config_of(cfg.model)
     what = ""
-    if mixers:
-        what = f"layers with a state ({', '.join(mixers)}), which draft tokens would change"
+    if states:
+        what = f"layers with a state ({', '.join(states)}), which draft tokens would change"
+    elif mixers:
+        what = f"layers that compute by code of their own ({', '.join(mixers)})"
     elif getattr(config, "kv_lora_rank", None):
         what = "latent attention"
     elif is_seeing:
