@@ -95,8 +95,12 @@ def unshardable(hf_model: nn.Module) -> str:
             where = f"{place}.{name}"
             if (other := seen.setdefault(id(parameter), where)) != where:
                 return f"{where} is also {other}, and blocks are gathered one by one"
-    scalars = [name for name, parameter in hf_model.named_parameters() if not parameter.dim()]
-    return f"{scalars[0]} is a parameter without dims, which FSDP2 cannot shard" if scalars else ""
+    for name, parameter in hf_model.named_parameters():
+        if not parameter.dim():
+            return f"{name} is a parameter without dims, which FSDP2 cannot shard"
+        if not parameter.numel():
+            return f"{name} is a parameter without elements, {list(parameter.shape)}"
+    return ""
 
 
 def base_of(hf_model: nn.Module) -> tuple[str, nn.Module]:

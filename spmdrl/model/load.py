@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spmdrl.config import Config, ModelSettings
 from spmdrl.data.hub import find_on_hub
 from spmdrl.errors import Refusal
-from spmdrl.imports import is_missing_folder, missing_folder, refusing
+from spmdrl.imports import is_missing_folder, missing_folder, refusing, versions
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_part
@@ -111,7 +111,12 @@ def build_meta_model(
         on the meta device.
     Raises: Refusal for a missing folder, or an architecture without such a class.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
     config = config or hf_config_of(model)
     kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
@@ -130,7 +135,11 @@ def build_meta_model(
     )
     # Code of many families reads the config and may raise anything.
     what = f"model.path: cannot build {what}"
-    with torch.device("meta"), refusing(what, Exception, names_kind=True):
+    hint = "; mend its config.json, or take a model of another family"
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if is_scalar else MODEL_FOR_CAUSAL_LM_MAPPING
+    if not (has_towers(config) or model.trust_remote_code or type(config) in known):
+        raise Refusal(f"{what}: transformers {versions()['transformers']} has no such class{hint}")
+    with torch.device("meta"), refusing(what, Exception, names_kind=True, hint=hint):
         hf_model = build(config)
     head = hf_model.get_output_embeddings()
     embedding = hf_model.get_input_embeddings()

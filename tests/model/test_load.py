@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import check_fit, fit_problems
 from spmdrl.config import Config
@@ -101,6 +101,33 @@ def test_tied_weights_appear_once(tmp_path):
         for name, is_tied in (("a", True), ("b", False))
     )
     assert untied.keys() - tied.keys() == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "says"),
+    [
+        (
+            "mistral4",
+            {},
+            "cannot build mistral4 .* has no such class; mend its config.json, or take",
+        ),
+        (
+            "mixtral",
+            {"vocab_size": 2, "pad_token_id": 5},
+            "Padding_idx must be .*; mend its config",
+        ),
+        (
+            "granitemoehybrid",
+            {"shared_intermediate_size": 0, "num_hidden_layers": 1},
+            r"shared_mlp.input_linear.weight is a parameter without elements, \[0, 4096\]; take",
+        ),
+    ],
+)
+def test_a_config_of_which_no_model_is_made_is_refused_by_name(family, fields, says, tmp_path):
+    AutoConfig.for_model(family, **fields).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=says) as caught:
+        check_fit(config(tmp_path, tmp_path / "run"))
+    assert len(str(caught.value)) < 300
 
 
 def test_a_tower_of_an_unknown_family_is_refused(tmp_path):
