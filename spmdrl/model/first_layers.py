@@ -11,6 +11,7 @@ from torch import nn
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
+from spmdrl.model.blocks import blocks
 
 _SKIPPED = re.compile(r"(^|_)(idx|index|id|number)$|^layer$|training|^_")
 """Attributes of modules that depend on a layer's index, not on its kind."""
@@ -47,11 +48,7 @@ def layer_kinds(config: Any) -> list[Hashable]:
     maker: Any = hf.AutoModel if is_bare else hf.AutoModelForCausalLM
     with torch.device("meta"):
         model = maker.from_config(config, dtype=torch.float32)
-    count = config.num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not lists:
-        raise Refusal(f"{config.model_type}: no list of its {count} layers is found in it")
-    return [_kind(layer) for layer in lists[0]]
+    return [_kind(layer) for layer in blocks(model).values()]
 
 
 def _kind(layer: nn.Module) -> Hashable:

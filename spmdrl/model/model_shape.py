@@ -459,7 +459,10 @@ def _experts(mlp: nn.Module, *, config: Any) -> Experts:
             f"model: how many experts of {type(mlp).__name__} serve a token is not known: its "
             f"config has none of {', '.join(_TOP_K)}"
         )
-    return Experts(weight.shape[0], next(filter(None, top_k)), intermediate)
+    most = next(filter(None, top_k))
+    if not isinstance(most, int):  # one for each layer
+        most = max(most)
+    return Experts(weight.shape[0], most, intermediate)
 
 
 def _attention(module: nn.Module, *, config: Any) -> Attention:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.model.first_layers import cut_layers, first_layers
 from spmdrl.tools.small_models.families import FAMILIES, family_config
@@ -68,6 +68,17 @@ def test_odd_counts_of_heads_stay_odd():
 
 def test_heads_for_more_ranks_are_kept_on_demand():
     assert shrunk(family_config("llama"), kv_heads=4).num_key_value_heads == 4
+
+
+def test_blocks_that_count_as_two_layers_are_found():
+    real = family_config("longcat_flash")
+    assert (shrunk(real).num_layers, first_layers(real).num_layers) == (2, 1)
+
+
+def test_each_layer_may_have_its_own_number_of_experts():
+    kinds = dict(num_hidden_layers=4, num_experts=64, moe_topk=[8, 8, 1, 8])
+    real = AutoConfig.for_model("hunyuan_v1_moe", num_key_value_heads=8, head_dim=128, **kinds)
+    assert shrunk(real).moe_topk == [2, 2]
 
 
 def test_a_rare_kind_of_layer_is_kept():

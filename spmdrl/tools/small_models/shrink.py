@@ -265,8 +265,12 @@ def _experts(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in _EXPERTS:
         if (fields.get(name) or 0) > 1:
             found[name] = EXPERTS
+    if fields.get("zero_expert_num"):
+        found["zero_expert_num"] = EXPERTS // 2
     for name in _TOP_K:
-        if fields.get(name):
+        if isinstance(fields.get(name), list):  # one for each layer
+            found[name] = [min(count, 2) for count in fields[name]]
+        elif fields.get(name):
             found[name] = min(fields[name], 2)
     if (fields.get("n_group") or 1) > 1:
         found |= {"n_group": 2, "topk_group": 1}
