@@ -131,7 +131,8 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     )
     if cfg.engine.traits.has_own_models and axes_of(cfg).engines:
         problems += refusal(lambda: model_arguments(cfg))
-        problems += refusal(lambda: check_mixers(hf_model, counts.mixers))
+        repeated = counts.repeated
+        problems += refusal(lambda: check_mixers(hf_model, counts.mixers, repeated=repeated))
         is_seeing = has_vision_tower(hf_model)
         kinds = dict(mixers=counts.mixers, states=counts.states)
         problems += refusal(lambda: check_drafts(cfg, **kinds, is_seeing=is_seeing))
@@ -205,6 +206,8 @@ def _exact_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts) -> It
         why = f"whose {', '.join(counts.states)} keeps a state, which is not computed exactly"
     elif counts.mixers:
         why = f"whose {', '.join(counts.mixers)} computes by code of its own, which is not exact"
+    elif counts.repeated:
+        why = f"whose {', '.join(counts.repeated)} attends more than once, which no cache keeps"
     elif has_vision_tower(hf_model):
         why = "which sees, and towers are not computed exactly"
     elif chunk := packing_support(hf_model).chunk:

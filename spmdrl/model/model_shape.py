@@ -180,6 +180,7 @@ class ModelCounts:
     unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
     padded: tuple[str, ...] = ()  # kinds of layers that compute one sequence per row
     states: tuple[str, ...] = ()  # kinds of layers that keep a state, and compute packed rows
+    repeated: tuple[str, ...] = ()  # kinds of attention that attend more than once
     bidirectional_images: bool = False  # the tokens of an image attend to each other
     leak: str = ""  # why packed sequences would attend to each other
     tp_problem: str = ""  # why it cannot be tensor-parallel over any number of ranks
@@ -321,6 +322,7 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         unsliced=tuple(unsliced),
         padded=tuple(padded),
         states=tuple(kinds(support.states)),
+        repeated=tuple(kinds({"": support.repeated})),
         bidirectional_images=has_bidirectional_images(hf_model),
         leak=support.reasons[0] if support.reasons else "",
         tp_problem=f"its {padded[0]} is not cut" if padded else tp_problem(hf_model),

@@ -113,6 +113,14 @@ def test_what_the_cpu_build_lacks_is_refused_by_the_dry_run_and_not_on_gpus(
         assert fit_problems(changed(cfg, engine={"dtype": "bfloat16"})) == []
 
 
+def test_attention_that_attends_twice_is_refused_by_vllms_backend(tmp_path):
+    shrunk(family_config("diffllama")).save_pretrained(tmp_path)
+    cfg = make_config(tmp_path, layout=SPLIT)
+    (problem,) = fit_problems(cfg)
+    assert "cannot run DiffLlamaAttention, which attends more than once" in problem
+    assert fit_problems(changed(cfg, engine={"kind": "transformers"})) == []
+
+
 @pytest.mark.parametrize(
     ("family", "has"),
     [

@@ -18,12 +18,14 @@ from spmdrl.check.settings import validate
 from spmdrl.config import Config, MemorySettings
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.transformers.draws import draw, numbers
+from spmdrl.engine.transformers.kv_cache import KVCache, Work
 from spmdrl.model.logit_passes import log_probs
 from spmdrl.world.world import World
 from tests.helpers.comparing import plain_scores
 from tests.helpers.drawn import finished
 from tests.helpers.policy_runs import small_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_folder
 from tests.helpers.worlds import in_world, make_engine
 
 # --------------------------------------------------------------------------- draws
@@ -116,7 +118,10 @@ def test_attention_over_the_cache_is_that_of_the_plain_model(tmp_path):
     for name, fields in narrow.items():
         sizes = dict(hidden_size=64, initializer_std=0.08)
         small_model(tmp_path, name, architecture=name, hf_config=fields, **sizes)
-    folders = [tmp_path / name for name in narrow]
+    # It attends twice in a layer, with other values each time.
+    twice = dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=128)
+    tiny_folder(tmp_path / "diffllama", "diffllama", **twice)
+    folders = [tmp_path / name for name in (*narrow, "diffllama")]
     (found,) = in_world(engine_config(folders[0]), draws_of, folders)
     for folder, (rows, logprobs, scores) in found.items():
         model = AutoModelForCausalLM.from_pretrained(
@@ -127,6 +132,14 @@ def test_attention_over_the_cache_is_that_of_the_plain_model(tmp_path):
             assert float(score[0]) == 0
             assert torch.allclose(score, want, atol=1e-4), folder
             assert torch.allclose(torch.tensor(drawn), want[len(prompt) :], atol=1e-4), folder
+
+
+def test_a_layer_that_is_cached_twice_in_a_pass_is_refused():
+    work = Work(KVCache(1, 1), "spmdrl_padded")
+    work.note(0)
+    work.note(1)
+    with pytest.raises(ValueError, match="layer 0 of the model attends more than once"):
+        work.note(0)
 
 
 def forbid_vllm() -> None:

@@ -213,6 +213,7 @@ def test_adapters_of_experts_are_refused_and_those_beside_them_are_not(tmp_path:
         ("lfm2", "whose Lfm2ShortConv keeps a state, which is not computed exactly"),
         ("deepseek_v32", "whose DeepseekV32Attention computes by code of its own, which is not"),
         ("llama4_text", "which attends within chunks of 32 tokens"),
+        ("diffllama", "whose DiffLlamaAttention attends more than once, which no cache keeps"),
     ],
 )
 def test_layers_that_are_not_exact_are_refused_by_what_they_do(family, words, tmp_path: Path):

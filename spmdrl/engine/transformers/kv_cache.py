@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.attention.kernels import KERNELS, Weighing, capped
 from spmdrl.model.attention.mask_patterns import MaskPattern, mask_pattern_of, visible
 from spmdrl.model.attention.packing import Packing
@@ -129,8 +130,22 @@ class Work:
     """[B] int64, tokens of each sequence that continues, the new one included."""
     longest: int = 0
     """L, the longest of these; 0 when none continues."""
+    _written: set[int] = field(default_factory=set)
     _is_visible: dict[MaskPattern, Tensor] = field(default_factory=dict)
     _seen: dict[MaskPattern, exact.Seen] = field(default_factory=dict)
+
+    def note(self, index: int) -> None:
+        """Note that a layer's keys and values are cached.
+
+        Raises: Refusal the second time: the cache would keep the last ones alone.
+        """
+        if index in self._written:
+            raise Refusal(
+                f"engine.kind: transformers, and layer {index} of the model attends more than once "
+                "in a forward pass, while the cache keeps one set of its keys and values; take a "
+                "model of another family"
+            )
+        self._written.add(index)
 
     def is_visible(self, span: MaskPattern) -> Tensor:
         """Return [B, 1, 1, L] bool: what the new tokens see. Layers of one span share it."""
@@ -168,6 +183,7 @@ def cached_attention(
     Returns: [1, T, Hq, D] and None (no attention weights).
     """
     if work.cache is not None:
+        work.note(module.layer_idx)
         work.cache.write(
             module.layer_idx,
             key[0].transpose(0, 1)[work.cached],

@@ -173,12 +173,12 @@ class ModelRunner:
     @property
     def _is_cached(self) -> bool:
         """Whether keys, values and states are cached. They are not in a model with layers that
-        compute one sequence per row, or have another state: every step computes all tokens of its
-        sequences."""
+        compute one sequence per row, have another state, or attend more than once: every step
+        computes all tokens of its sequences."""
         support = self._packing_support
         names = chain(*support.states.values())
         has_known = all(keeps_known_states(self.hf_model.get_submodule(name)) for name in names)
-        return has_known and not support.mixers
+        return has_known and not support.mixers and not support.repeated
 
     def _fitting_slots(self, slot_tokens: int) -> int:
         engine = self._cfg.engine

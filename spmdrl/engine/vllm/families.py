@@ -159,20 +159,28 @@ def _lacking_for_fp8(config: Any) -> str:
     return ""
 
 
-def check_mixers(hf_model: Any, mixers: Collection[str]) -> None:
+def check_mixers(hf_model: Any, mixers: Collection[str], *, repeated: Collection[str] = ()) -> None:
     """Refuse layers that vLLM could only run by its Transformers backend, which cannot run them.
 
     Args:
         mixers: kinds of layers that mix tokens by code of their own.
+        repeated: kinds of attention that attend more than once, of which a cache has one.
     Raises: Refusal where there are some and vLLM has no class of its own for the model.
     """
     name = type(hf_model).__name__
     own = own_classes()
-    if mixers and own and name not in own:
+    why = ""
+    if mixers:
+        why = f"{', '.join(mixers)}, which asks for no attention"
+    elif repeated:
+        why = (
+            f"{', '.join(repeated)}, which attends more than once: its cache has one set of values"
+        )
+    if why and own and name not in own:
         raise Refusal(
             f"engine.kind: vllm with a {hf_model.config.model_type}: the vLLM that is installed "
-            f"has no class {name} of its own, and its Transformers backend cannot run "
-            f"{', '.join(mixers)}, which asks for no attention; set it to transformers"
+            f"has no class {name} of its own, and its Transformers backend cannot run {why}; set "
+            "it to transformers"
         )
 
 

@@ -106,6 +106,9 @@ class PackingSupport:
     """{block: its modules that keep a state, and clear it where a sequence begins}."""
     reasons: list[str] = field(default_factory=list)
     """Why the model cannot compute packed rows; empty if it can."""
+    repeated: list[str] = field(default_factory=list)
+    """Attention that calls transformers' interface more than once, with other keys or values each
+    time. A cache has those of one call."""
     temperatures: dict[str, Temperature] = field(default_factory=dict)
     """{attention that scales queries by their position: how}."""
     own_attention: dict[str, OwnAttention] = field(default_factory=dict)
@@ -267,6 +270,8 @@ def _read_block(
         if not _passes_keywords_on(block):
             found.attention_without_packing.setdefault(name, []).append(f"{name}.{part}")
         found.mask_patterns[f"{name}.{part}"] = pattern or MaskPattern()
+        if len(_interface_calls(type(attention).forward)) > 1:
+            found.repeated.append(f"{name}.{part}")
         yield from _attention_problems(f"{name}.{part}", attention, found)
     for part in mixing_parts:
         if supports_packed_states(block.get_submodule(part)):
@@ -378,13 +383,8 @@ def _attention_problems(name: str, module: nn.Module, found: PackingSupport) -> 
 def _unsupported_options(forward: Any) -> tuple[str, ...]:
     """Return the options that an attention module passes and our kernels do not support."""
     found = []
-    for call in ast.walk(ast.parse(dedent(_code(forward)))):
-        if not isinstance(call, ast.Call):
-            continue
+    for call in _interface_calls(forward):
         options = {keyword.arg: keyword.value for keyword in call.keywords}
-        # Only the call of the attention function has these.
-        if not {"scaling", "dropout"} & options.keys():
-            continue
         found += [f"by its {name}" for name in CHOOSING if name in options]
         # Its first arguments are module, query, key, value and mask.
         mask = call.args[4] if len(call.args) > 4 else None
@@ -392,6 +392,16 @@ def _unsupported_options(forward: Any) -> tuple[str, ...]:
         if mask is not None and ast.unparse(mask) not in ("attention_mask", "None"):
             found.append(f"by a mask of its own, {ast.unparse(mask)}")
     return tuple(found)
+
+
+@cache
+def _interface_calls(forward: Any) -> tuple[ast.Call, ...]:
+    """Return the calls of the attention function in a module's forward: only they have options for
+    scaling or dropout."""
+    calls = [
+        node for node in ast.walk(ast.parse(dedent(_code(forward)))) if isinstance(node, ast.Call)
+    ]
+    return tuple(c for c in calls if {k.arg for k in c.keywords} & {"scaling", "dropout"})
 
 
 def _passes_keywords_on(module: nn.Module) -> bool:
