@@ -29,14 +29,10 @@ from spmdrl.model.tensor_parts import to_local
 from spmdrl.model.vision.tower import vision_tower_of
 from spmdrl.sampling_masks import SamplingMasks
 
-_LEVELS = (
-    1.0,
-    -1.0,
-    1e-4,
-    1e6,
-    3.0,
-    -40.0,
-)  # numbers that the forward pass runs on; 1e6 reaches any cap
+_SMALL = 2.0**-13
+_LARGE = 2.0**20  # reaches any cap
+_LEVELS = (1.0, -1.0, _SMALL, _LARGE, 3.0, -40.0)
+"""Numbers that the forward pass runs on; bfloat16 has them, which some models cast states to."""
 _CLOSE = 1e-5
 
 
@@ -75,7 +71,7 @@ def head_form(hf_model: nn.Module) -> HeadForm:
             hf_model,
             head,
             hidden=levels[:, None].expand(-1, width),
-            product=lambda x: x[..., :1].expand(*x.shape[:-1], rows) + 0.5 * has_bias,
+            product=lambda x: x[..., :1].double().expand(*x.shape[:-1], rows) + 0.5 * has_bias,
         )
     except Exception as error:  # the model's own code may raise anything
         between = _between(hf_model, head)
@@ -110,10 +106,10 @@ def _refused(kind: str, why: str) -> str:
 
 def _form(products: Tensor, logits: Tensor) -> HeadForm:
     ratios = (logits / products)[:, 0]
-    one, small, large = (float(ratios[_LEVELS.index(level)]) for level in (1.0, 1e-4, 1e6))
+    one, small, large = (float(ratios[_LEVELS.index(level)]) for level in (1.0, _SMALL, _LARGE))
     if abs(large - one) <= _CLOSE * abs(one):
         return HeadForm(scale=one)
-    cap = abs(float(logits[_LEVELS.index(1e6), 0]))
+    cap = abs(float(logits[_LEVELS.index(_LARGE), 0]))
     return HeadForm(scale=float(f"{small:.5g}"), softcap=cap)
 
 
@@ -260,7 +256,8 @@ class Scorer(nn.Module):
         weight = to_local(rows.weight)
         bias = to_local(getattr(self.lm_head, "bias", None))
         head = head or partial(logprobs_and_entropy, options=self.head_options, rules=own.rules)
-        return head(own.before.of(hidden), weight, bias, targets=own.targets)
+        # Mamba's last states may be float32 where weights are not.
+        return head(own.before.of(hidden).to(weight.dtype), weight, bias, targets=own.targets)
 
 
 def _own_part(head: nn.Module) -> nn.Module | None:
@@ -315,5 +312,6 @@ class Valuer(nn.Module):
 
     def forward(self, row: ScoredRow) -> Tensor:
         """Return the value after each token of the slice: [t] float32."""
-        values = self.score(_states(self.base, row.own, self.vision))
+        states = _states(self.base, row.own, self.vision)
+        values = self.score(states.to(self.score.weight.dtype))
         return values.float().sum(-1)  # not a view: FSDP2 warns about views

@@ -58,10 +58,14 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return float(torch.cat([(a[1:].double() - b[1:]).abs() for a, b in pairs]).mean())
 
 
-def plain_gradients(folder: Path, rows: list[list[int]]) -> tuple[list[Tensor], nn.Module]:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
     ).eval()
+
+
+def plain_gradients(folder: Path, rows: list[list[int]]) -> tuple[list[Tensor], nn.Module]:
+    model = plain_model(folder)
     expected = plain_scores(model, rows)
     for row in rows:
         tokens = torch.tensor(row)
@@ -184,6 +188,19 @@ def assert_refused_by_its_config(family: str, folder: Path, *, why: str) -> None
     refused = refusal(folder)
     assert refused and "neither model.safetensors" not in refused, f"no small model: {why}"
     pytest.skip(f"refused: {refused}")
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
+def test_states_of_float32_before_a_head_of_bfloat16_are_cast_as_by_transformers(family, tmp_path):
+    small = shrunk(family_config(family))
+    tiny_model(small, tmp_path)
+    rows = random_rows(small.vocab_size)
+    exact = plain_scores(plain_model(tmp_path), rows)
+    _, scorer = plain_scorer(tmp_path, torch.bfloat16)
+    rounding = apart(plain_scores(plain_model(tmp_path, torch.bfloat16), rows), exact)
+    with torch.no_grad():
+        packed = scores(scorer, rows, chunk=None)
+    assert apart(packed, exact) < 1.5 * rounding
 
 
 @pytest.mark.parametrize("family", ["mvp", "trocr"])

@@ -33,13 +33,15 @@ def _folder(architecture: str, where: Path) -> Path:
     return small_model(where, architecture, architecture=architecture, hf_config=fields)
 
 
-def plain_scorer(folder: Path) -> tuple[torch.nn.Module, Scorer]:
+def plain_scorer(
+    folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[torch.nn.Module, Scorer]:
     """The model of a folder, and what scores packed rows with it."""
     register_attention()
     hf_model = load_whole_model(
         ModelSettings(path=str(folder)),
         attention="spmdrl_padded",
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     ).requires_grad_()
     enable_packing(hf_model)

@@ -329,7 +329,8 @@ class ModelRunner:
             use_cache=False,
             work=work,
         ).last_hidden_state[0]
-        return self._form.logits(self.hf_model.get_output_embeddings()(states[wanted]))
+        head = self.hf_model.get_output_embeddings()
+        return self._form.logits(head(states[wanted].to(head.weight.dtype)))
 
     def _packing(self, lengths: Sequence[int], seen: RowLayout | None = None) -> Packing | None:
         if not lengths:
