@@ -4,8 +4,9 @@
 
 All models have the same hidden size and layers, and about as many weights. In a hybrid, every
 fourth layer is softmax attention. Each takes the same policy-gradient steps on packed rows of
-sequences of many lengths, in turns; the ratio is the median over the rounds of one round's. Prints
-a Markdown table.
+sequences of many lengths, in turns; ratios are medians over the rounds of one round's. Each hybrid
+also computes its layers with a state by transformers' own code, with one sequence per padded row,
+as layers do that do not know packed rows. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import tyro
@@ -27,11 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.start import header, row, scalars_of
 from benchmarks.trainer import Options, config_of, ours, seconds
+from spmdrl.model.attention import packing_support
 from spmdrl.roles import make_trainer
 from spmdrl.tools.small_models.shrink import tiny_model
-from spmdrl.types import Batch, Microbatch
+from spmdrl.types import Batch, Microbatch, Sums
 from spmdrl.world.launch import launch_alone
 from spmdrl.world.world import World
+
+PADDED = ", padded"
+"""After the name of a hybrid whose layers with a state compute padded rows."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def main(sizes: Sizes) -> None:
     batch = ragged_batch(lengths)
     launch_alone()
     options = Options(rows=1, length=int(lengths.sum()))
-    steps: dict[str, Callable[[], object]] = {}
+    steps: dict[str, Callable[[], Sums]] = {}
     counts = {}
     with tempfile.TemporaryDirectory() as scratch:
         world = None
@@ -129,29 +135,42 @@ def main(sizes: Sizes) -> None:
             cfg = config_of(options, str(folder), scratch)
             world = world or World.start(cfg)
             steps[name] = ours(make_trainer(cfg, world), batch, weights)
+            if counts.keys() != {name}:  # the first has no state
+                with mock.patch.object(packing_support, "supports_packed_states", lambda _: False):
+                    padded = make_trainer(cfg, world)
+                steps[name + PADDED] = ours(padded, batch, weights)
         found = time_in_turns(steps, rounds=sizes.rounds)
         assert world is not None
         world.close()
     first = next(iter(steps))
     total = int(lengths.sum())
     print(f"{len(lengths)} sequences of 16 to {sizes.longest} tokens, {total} together\n")
-    header("", "M parameters", "s/step", "tokens/s", "of softmax")
-    for name, took in found.items():
-        ratio = statistics.median(a / b for a, b in zip(found[first], took))
+    header("", "M parameters", "s/step", "tokens/s", "of softmax", "of padded rows")
+    for name, count in counts.items():
+        took = found[name]
+        of_padded = ratio(found[name + PADDED], took) if name + PADDED in found else ""
         median = statistics.median(took)
         rate = total / median
-        row(name, f"{counts[name] / 1e6:.1f}", f"{median:.3f}", f"{rate:.0f}", f"{ratio:.2f}")
+        numbers = (f"{count / 1e6:.1f}", f"{median:.3f}", f"{rate:.0f}")
+        row(name, *numbers, ratio(found[first], took), of_padded)
 
 
-def time_in_turns(steps: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each step, by name."""
+def ratio(others: list[float], own: list[float]) -> str:
+    """Return how many times as fast as the others: the median of the ratios of each round."""
+    return f"{statistics.median(a / b for a, b in zip(others, own)):.2f}"
+
+
+def time_in_turns(steps: dict[str, Callable[[], Sums]], *, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each step, by name, after one that does not count, in which both ways
+    of a hybrid must find the same gradient."""
+    norms = {name: step()["policy/grad_norm"][0] for name, step in steps.items()}
+    for name, norm in norms.items():
+        assert abs(norm - norms[name.removesuffix(PADDED)]) < 1e-4 * norm, norms
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
+    for turn in range(rounds):
         for name, step in steps.items():
-            took = seconds(step, torch.device("cpu"))
-            if turn:
-                found[name].append(took)
-        print(f"round {turn + 1} of {rounds + 1}", file=sys.stderr, flush=True)
+            found[name].append(seconds(step, torch.device("cpu")))
+        print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
     return found
 
 
