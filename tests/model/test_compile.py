@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partialmethod
 from typing import Any
 
@@ -106,8 +107,15 @@ def test_blocks_are_compiled_around_layers_with_a_state(family, tmp_path):
         assert found["graphs"] == [0, 3, 7, 0, 3, 7]
 
 
-def test_selective_checkpointing_of_compiled_layers_with_a_state_is_refused(tmp_path):
-    shrunk(family_config("qwen3_5_text")).save_pretrained(tmp_path)
-    own = {"kernels": {"compile": True}, "memory": {"activation_checkpointing": "selective"}}
+@pytest.mark.parametrize(
+    "family, checkpointing, says",
+    [
+        ("qwen3_5_text", "selective", "selective .* qwen3_5_text, whose Qwen3_5GatedDeltaNet is"),
+        ("gptj", "none", "compile: true with a gptj, whose GPTJAttention computes in as many"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(family, checkpointing, says, tmp_path):
+    shrunk(family_config(family)).save_pretrained(tmp_path)
+    own = {"kernels": {"compile": True}, "memory": {"activation_checkpointing": checkpointing}}
     (problem,) = fit_problems(config(tmp_path, tmp_path / "run", model=own))
-    assert "selective with model.kernels.compile and a qwen3_5_text, whose Qwen3_5Gated" in problem
+    assert re.search(says, problem)
