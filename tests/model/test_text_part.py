@@ -64,6 +64,12 @@ WHOLES: dict[str, dict[str, Any]] = {
         "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
         "tie_word_embeddings": False,
     },
+    # Its files hold queries, keys and values of the tower as one tensor.
+    "qianfan_ocr": {
+        "text_config": TEXT | {"model_type": "qwen3", "tie_word_embeddings": False},
+        "vision_config": VISION,
+        "tie_word_embeddings": False,
+    },
 }
 
 

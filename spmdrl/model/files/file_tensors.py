@@ -8,6 +8,7 @@ needed. A model without such weights takes the same path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
+def file_tensors(hf_model: nn.Module, *, within: Sequence[str] = ("",)) -> dict[str, Part]:
     """Return {name in the safetensors files: part of a live tensor}, in the order of the model.
 
     Args:
         hf_model: a transformers model as it was built, on any device; nothing is read.
+        within: only tensors whose live names begin with one of these.
     Raises: Refusal naming a file tensor that is no part of one live tensor, or a live tensor of
         which the files do not have all parts.
     """
@@ -52,10 +54,13 @@ def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
     for name, tensor in saved.items():
         own = by_storage.get(storage_id(tensor))
         part = own and _part(own, tensor, placeholders[own])
-        if not part:
+        if part and part.tensor.startswith((*within,)):
+            parts[name] = part
+        elif not part and "" in within:
             raise _refused(hf_model, f"{name} is computed")
-        parts[name] = part
-    _check_whole(hf_model, parts, placeholders)
+    # If a tensor within was computed, its own elements are missing.
+    wanted = {n: tensor for n, tensor in placeholders.items() if n.startswith((*within,))}
+    _check_whole(hf_model, parts, wanted)
     order = {name: index for index, name in enumerate(live)}
     return dict(sorted(parts.items(), key=lambda item: (order[item[1].tensor], item[1].box)))
 

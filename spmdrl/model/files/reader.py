@@ -90,7 +90,8 @@ def _located(whole: nn.Module, text: nn.Module) -> TextPart:
     heads = [name_of(model, model.get_output_embeddings()) for model in (whole, text)]
     live = {places[0]: prefix, heads[0]: heads[1]}  # of the whole, and alone
     theirs = {}
-    for name, part in file_tensors(whole).items():
+    # The files of a tower may hold its tensors in forms that are not known here.
+    for name, part in file_tensors(whole, within=[f"{place}." for place in live]).items():
         for before, after in live.items():
             if part.tensor.startswith(f"{before}."):
                 own = after + part.tensor.removeprefix(before)
