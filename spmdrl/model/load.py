@@ -24,9 +24,15 @@ from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_part
 from spmdrl.model.files.tied import check_copy, check_sample, copies_in, tied_names
 from spmdrl.model.tensor_parts import Held, Part
-from spmdrl.model.transformers_internals import has_towers, ignored_names, initialise, owners
+from spmdrl.model.transformers_internals import (
+    has_towers,
+    ignored_names,
+    initialise,
+    owners,
+    written_by_initialising,
+)
 from spmdrl.model.vision.families import build_vision_model, check_vision_family, set_attention
-from spmdrl.world.torch_internals import is_persistent
+from spmdrl.world.torch_internals import is_persistent, storage_id
 
 SCALAR_HEAD = "score.weight"
 
@@ -291,29 +297,47 @@ def compute_buffers(hf_model: nn.Module) -> None:
         hf_model: the transformers model, these buffers with storage and undefined values.
     Raises: Refusal naming a buffer that stayed without a value.
     """
-    check_buffers(hf_model)
+    _compute(hf_model, over=False)
+    booleans = {n: b.clone() for _, n, b in _computed_buffers(hf_model) if b.dtype is torch.bool}
+    if booleans:  # no value marks one that is not computed: it keeps what was there before
+        _compute(hf_model, over=True)
+    for module, name, buffer in _computed_buffers(hf_model):
+        if name in booleans:
+            unset = buffer != booleans[name]
+        else:
+            unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+        if bool(unset.any()):
+            raise _unknown_buffer(name, module)
+
+
+def _compute(hf_model: nn.Module, *, over: bool) -> None:
+    """Have a model compute its buffers.
+
+    Args:
+        over: what buffers of booleans hold before.
+    """
     from_files = live_tensors(hf_model).values()
     computed = _computed_buffers(hf_model)
     for _, _, buffer in computed:
-        buffer.fill_(_unset(buffer))
+        buffer.fill_(over if buffer.dtype is torch.bool else _unset(buffer))
     modules = {id(module) for module, _, _ in computed}
     for name, owner in owners(hf_model).items():
         module = hf_model.get_submodule(name)
         if id(module) in modules or module is owner:  # a model may compute what its layers have
             initialise(owner, module, except_for=from_files)
-    for module, name, buffer in _computed_buffers(hf_model):
-        unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
-        if bool(unset.any()):
-            raise _unknown_buffer(name, module)
 
 
 def check_buffers(hf_model: nn.Module) -> None:
-    """Refuse buffers for which loading could not detect that they got no value.
+    """Refuse buffers of booleans that no file holds and that the model's code does not compute.
 
-    Raises: Refusal naming one of booleans that no file holds.
+    Args:
+        hf_model: on the meta device.
+    Raises: Refusal naming one.
     """
-    for module, name, buffer in _computed_buffers(hf_model):
-        if buffer.dtype is torch.bool:
+    found = [own for own in _computed_buffers(hf_model) if own[2].dtype is torch.bool]
+    written = written_by_initialising(hf_model, [buffer for _, _, buffer in found])
+    for module, name, buffer in found:
+        if storage_id(buffer) not in written:
             raise _unknown_buffer(name, module)
 
 

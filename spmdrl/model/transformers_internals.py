@@ -86,23 +86,36 @@ def rewritten_on_loading(hf_model: nn.Module) -> list[str]:
     Args:
         hf_model: on the meta device.
     """
-    from transformers.initialization import guard_torch_init_functions
-
     saved = hf_model.state_dict(keep_vars=True)
     of_storage: dict[int, str] = {}  # tied ones by their first name
     for name, tensor in saved.items():
         of_storage.setdefault(storage_id(tensor), name)
+    written = written_by_initialising(hf_model, saved.values())
+    return [name for storage, name in of_storage.items() if storage in written]
+
+
+def written_by_initialising(hf_model: nn.Module, tensors: Iterable[Tensor]) -> set[int]:
+    """Return the storages that a model's code for new weights writes into, of the modules that have
+    some tensors. Saved tensors are marked as loaded.
+
+    Args:
+        hf_model: on the meta device.
+    """
+    from transformers.initialization import guard_torch_init_functions
+
+    saved = hf_model.state_dict(keep_vars=True).values()
+    storages = {storage_id(tensor) for tensor in tensors}
     written = _Written()
     with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
         for name, owner in owners(hf_model).items():
             module = hf_model.get_submodule(name)
-            if not any(storage_id(tensor) in of_storage for tensor in _own_tensors(module)):
+            if not any(storage_id(tensor) in storages for tensor in _own_tensors(module)):
                 continue
-            begin = partial(initialise, owner, module, except_for=saved.values())
+            begin = partial(initialise, owner, module, except_for=saved)
             # Code that fails without values only computes new weights.
             with written:
                 attempt(begin, Exception)
-    return [name for storage, name in of_storage.items() if storage in written.storages]
+    return written.storages
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
