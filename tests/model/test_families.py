@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoPreTrainedModel
 
 from spmdrl.check.fit import check_fit
 from spmdrl.config import ModelSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.attention.packing_support import packing_support
-from spmdrl.model.load import build_meta_model
+from spmdrl.model.load import build_meta_model, check_buffers, compute_buffers
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import LoraForm, targeted
 from spmdrl.model.model_shape import model_shape
@@ -201,6 +202,26 @@ def test_states_of_float32_before_a_head_of_bfloat16_are_cast_as_by_transformers
     with torch.no_grad():
         packed = scores(scorer, rows, chunk=None)
     assert apart(packed, exact) < 1.5 * rounding
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "gpt_neox_japanese", "xglm"])
+def test_code_of_older_families_is_scored_as_plain(family, tmp_path):
+    """Masks that are buffers, a bias that attention returns, sinusoids by position."""
+    small = small_config(family)
+    tiny_model(small, tmp_path)
+    assert not refusal(tmp_path)
+    assert_scored_as_plain(tmp_path, small.vocab_size, chunk=None)
+
+
+def test_a_buffer_of_booleans_that_no_code_computes_is_refused(tmp_path, monkeypatch):
+    tiny_model(small_config("gpt_neo"), tmp_path)
+    hf_model, _ = plain_scorer(tmp_path)
+    mask = hf_model.transformer.h[0].attn.attention.bias
+    assert mask[0, 0].equal(torch.ones_like(mask[0, 0]).tril())
+    monkeypatch.setattr(GPTNeoPreTrainedModel, "_init_weights", lambda *_: None)
+    for check in (compute_buffers, check_buffers):
+        with pytest.raises(Refusal, match="transformer.h.0.attn.attention.bias"):
+            check(hf_model)
 
 
 @pytest.mark.parametrize("family", ["mvp", "trocr"])

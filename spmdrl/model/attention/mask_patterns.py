@@ -127,8 +127,9 @@ def _outside(module: nn.Module, own: Mapping[nn.Module, str]) -> Iterator[nn.Mod
 
 def _stand_in(module: nn.Module) -> Callable[..., Any]:
     """Return a forward that returns zeros of the right shape and uses no weights."""
-    if isinstance(module, nn.Embedding):
-        return lambda ids, *_, **__: torch.zeros(*ids.shape, module.embedding_dim)
+    width = getattr(module, "embedding_dim", None)  # of an nn.Embedding, or of computed positions
+    if isinstance(width, int):
+        return lambda ids, *_, **__: torch.zeros(*ids.shape, width)
     if isinstance(module, nn.Linear):
         return lambda x, *_, **__: torch.zeros(*x.shape[:-1], module.out_features)
     if "Rotary" in type(module).__name__:

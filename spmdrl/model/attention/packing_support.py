@@ -349,8 +349,9 @@ def _is_within(name: str, others: list[str]) -> bool:
 def _looks_up_positions(module: nn.Module) -> bool:
     """Return whether a module embeds the positions that it gets. OPT's module also takes the mask,
     from which it counts positions if it gets none."""
-    parameters = inspect.signature(type(module).forward).parameters
-    return isinstance(module, nn.Embedding) and {"attention_mask", "position_ids"} <= {*parameters}
+    parameters = [*inspect.signature(type(module).forward).parameters][1:]
+    is_of_both = isinstance(module, nn.Embedding) and "attention_mask" in parameters
+    return parameters[:1] == ["position_ids"] or (is_of_both and "position_ids" in parameters)
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
@@ -538,9 +539,9 @@ def _by_rows(
             sequences are computed one by one, since models batch such biases differently.
         args, kwargs: the layer's other arguments. Tensors [1, T, ...] are cut in the same way; the
             packing arguments, which the layer does not know, are left out.
-    Returns: what the layer does, with indices of keys as `_Choices`, and None for each other output
-        after the first: these are of padded rows (attention weights, a last state), and a model
-        that computes with them fails.
+    Returns: what the layer does, with indices of keys as `_Choices`, parameters as they are, and
+        None for each other output after the first: these are of padded rows (attention weights, a
+        last state), and a model that computes with them fails.
     """
     packing = _stored_packing(mixer)
     assert isinstance(packing, Packing) and packing.keys is None, "a state begins with its sequence"
@@ -574,7 +575,7 @@ def _by_rows(
         own = tree_map(cut, others) | {name: bias[..., :rows] for name, bias in biases.items()}
         if attention:
             mask = attention.mask(rows, like=hidden_states)
-            own["attention_mask"] = mask.expand(count, -1, -1, -1) if is_eager else mask
+            own["attention_mask"] = mask.expand(count, -1, -1, -1)
         with attention_implementation(mixer, "eager") if is_eager else nullcontext():
             outputs.append(forward(cut(whole), **own))
     is_several = isinstance(outputs[0], (tuple, list))
@@ -593,8 +594,11 @@ class _Choices:
     """[B, L, keys] int32 for each group of padded rows."""
 
 
-def _choices(outputs: tuple[Any, ...]) -> _Choices | None:
-    """Return a layer's outputs for groups of padded rows, if they are indices; else None."""
+def _choices(outputs: tuple[Any, ...]) -> _Choices | nn.Parameter | None:
+    """Return a layer's outputs for groups of padded rows, if they are indices, or a parameter that
+    the block adds; else None."""
+    if isinstance(outputs[0], nn.Parameter):
+        return outputs[0]
     are_indices = all(isinstance(x, Tensor) and x.dtype == torch.int32 for x in outputs)
     return _Choices(outputs) if are_indices else None
 
