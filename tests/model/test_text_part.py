@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from spmdrl.check.fit import check_fit
 from spmdrl.check.rules import rule_problems
-from spmdrl.config import LayoutSettings
+from spmdrl.config import LayoutSettings, from_tree
 from spmdrl.model import load
 from spmdrl.model.files.reader import CheckpointReader, instead, text_part
 from spmdrl.model.load import load_hf_config
@@ -73,13 +73,47 @@ WHOLES: dict[str, dict[str, Any]] = {
 }
 
 
-def _folder(where: Path, family: str) -> Path:
+_OF_EXPERTS = dict(
+    moe_intermediate_size=24,
+    num_experts_per_tok=2,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+_SEES = VISION | dict(depth=1, num_heads=2, out_hidden_size=32)
+
+
+def _text(section: list[int], *, share: float = 1.0, **fields: Any) -> dict[str, Any]:
+    rope = dict(rope_type="default", rope_theta=10.0, mrope_section=section)
+    return TEXT | {"rope_parameters": rope | {"partial_rotary_factor": share}} | fields
+
+
+WITHOUT_CLASS: dict[str, dict[str, Any]] = {
+    "glm4v": {"text_config": _text([1, 1, 0], share=0.5, head_dim=8), "vision_config": _SEES},
+    "glm4v_moe": {
+        "text_config": _text([4, 2, 2], share=0.5, **_OF_EXPERTS),
+        "vision_config": _SEES,
+    },
+    "qwen2_vl": {
+        "text_config": _text([2, 1, 1], head_dim=8),
+        "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+    },
+    "qwen2_5_vl": {"text_config": _text([2, 1, 1], head_dim=8), "vision_config": _SEES},
+    "qwen3_vl": {
+        "text_config": _text([8, 4, 4]),
+        "vision_config": _SEES | {"deepstack_visual_indexes": [0]},
+    },
+}
+"""Those whose text part is loaded as a model of another type."""
+
+
+def _folder(where: Path, family: str, *, noise: float = 0.05) -> Path:
     torch.manual_seed(0)
-    own = AutoConfig.for_model(family, **WHOLES[family])
+    own = AutoConfig.for_model(family, **(WHOLES | WITHOUT_CLASS)[family])
     model = AutoModelForImageTextToText.from_config(own, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+            parameter.add_(noise * torch.randn_like(parameter))
     model.save_pretrained(where / family)
     return where / family
 
@@ -123,6 +157,27 @@ def test_the_text_part_is_scored_as_within_the_whole_and_exported_into_it(family
     assert not report["missing_keys"] and not report["unexpected_keys"], report
 
 
+@pytest.mark.parametrize("family", WITHOUT_CLASS)
+def test_a_text_part_of_another_type_is_scored_as_within_the_whole(family, tmp_path):
+    folder = _folder(tmp_path, family, noise=0.3)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    expected = plain_scores(_Plain(whole), ROWS)
+    model = from_tree({"model": {"path": str(folder), "part": "text"}}).model
+    text = load.load_whole_model(
+        model, attention="eager", dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert not has_towers(text.config)
+    assert _apart(text, expected) < 2e-6
+    for frequencies in text.model.rotary_emb.buffers():
+        frequencies.mul_(1.01)
+    assert _apart(text, expected) > 1e-4  # so a difference of positions would show
+
+
+def _apart(model: torch.nn.Module, expected: list[torch.Tensor]) -> float:
+    pairs = zip(plain_scores(model, ROWS), expected, strict=True)
+    return max(float((ours - theirs).abs().mean()) for ours, theirs in pairs)
+
+
 def _pushed(stream: Any, engine: Any, trainer: Any) -> dict[str, Any]:
     found = {"mode": stream.mode, "probes": [stream.probe(ROWS)["sync/probe_gap"]]}
     change(trainer, 0.02)
@@ -130,10 +185,18 @@ def _pushed(stream: Any, engine: Any, trainer: Any) -> dict[str, Any]:
     return found | {"probes": [*found["probes"], stream.probe(ROWS)["sync/probe_gap"]]}
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
-def test_an_engine_is_that_of_the_text_part_alone(kind, tmp_path):
+@pytest.mark.parametrize(
+    "family, kind",
+    [
+        ("gemma3", "vllm"),
+        ("gemma3", "transformers"),
+        pytest.param("qwen3_vl", "vllm", marks=pytest.mark.grid),
+        pytest.param("glm4v_moe", "vllm", marks=pytest.mark.grid),
+    ],
+)
+def test_an_engine_is_that_of_the_text_part_alone(family, kind, tmp_path):
     layout = LayoutSettings(world_size=1, placement="colocated")
-    cfg = make_config(_folder(tmp_path, "gemma3"), layout=layout, dtype="float32", kind=kind)
+    cfg = make_config(_folder(tmp_path, family), layout=layout, dtype="float32", kind=kind)
     (found,) = with_stream(changed(cfg, model={"part": "text"}), _pushed)
     assert found["mode"] == "traced"
     for gap, count in found["probes"]:
@@ -177,8 +240,8 @@ def test_what_is_no_text_part_is_refused_or_kept_apart(tmp_path):
         model = {"part": "text", **fields.pop("model", {})}
         found = rule_problems(config(folder, tmp_path, model=model, **fields))
         assert any(text.startswith("model.part: text with") for text in found)
-    AutoConfig.for_model("qwen2_5_vl").save_pretrained(tmp_path / "qwen")
-    with pytest.raises(ValueError, match="model.part: text of a qwen2_5_vl .* cannot be told"):
+    AutoConfig.for_model("qwen3_vl_moe").save_pretrained(tmp_path / "qwen")
+    with pytest.raises(ValueError, match="model.part: text of a qwen3_vl_moe .* cannot be told"):
         load_hf_config(str(tmp_path / "qwen"), part="text")
 
 
@@ -188,8 +251,8 @@ def test_what_is_no_text_part_is_refused_or_kept_apart(tmp_path):
         ("fuyu", True),
         ("emu3", False),
         ("got_ocr2", True),
-        ("glm4v", False),
-        ("qwen2_vl", False),
+        ("glm46v", True),
+        ("ernie4_5_vl_moe", False),
         ("mllama", False),
         ("granite_speech", True),
     ],

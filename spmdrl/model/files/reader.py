@@ -39,9 +39,33 @@ class TextPart:
     architecture: str  # class of the text model alone
 
 
+_CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
+    "glm4v_text": ("glm4", {}),
+    "qwen2_5_vl_text": ("qwen2", {}),
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen3_vl_text": ("qwen3", {}),
+}
+"""{model type of a text part that has no class with a head: (the model type that computes the same
+for text, fields that say what the part's code always does)}. Tests prove each."""
+
+
 def text_config(config: Any) -> Any:
-    """Return a copy of the text config in a transformers config."""
-    return copy.deepcopy(config.get_text_config())
+    """Return a copy of the text config in a transformers config, for a class with a head.
+
+    Without images the three axes of rotary positions are equal, so a model of one axis is the same.
+    """
+    from transformers import AutoConfig
+
+    own = copy.deepcopy(config.get_text_config())
+    if own.model_type not in _CAUSAL:
+        return own
+    model_type, always = _CAUSAL[own.model_type]
+    fields = {name: value for name, value in own.to_dict().items() if name != "model_type"}
+    fields.setdefault("head_dim", own.hidden_size // own.num_attention_heads)
+    rope = own.rope_parameters.items()
+    fields["rope_parameters"] = {n: value for n, value in rope if not n.startswith("mrope_")}
+    return AutoConfig.for_model(model_type, **(fields | always))
 
 
 @cache
@@ -51,7 +75,7 @@ def text_part(path: str) -> TextPart | None:
     Raises: Refusal if transformers has no class for the text model alone, or if its tensors cannot
         be found among those of the whole.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_MAPPING, AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
     if not has_towers(config):
@@ -64,7 +88,9 @@ def text_part(path: str) -> TextPart | None:
         own.tie_word_embeddings = _is_tied(whole)
         with torch.device("meta"):
             text = AutoModelForCausalLM.from_config(own)
-        return _located(whole, text)
+        theirs = type(config.get_text_config())
+        kind = type(base_of(text)[1]) if type(own) is theirs else MODEL_MAPPING[theirs]
+        return _located(whole, text, kind=kind)
 
 
 @cache
@@ -82,11 +108,16 @@ def _is_tied(hf_model: nn.Module) -> bool:
     return head.weight is hf_model.get_input_embeddings().weight
 
 
-def _located(whole: nn.Module, text: nn.Module) -> TextPart:
-    prefix, base = base_of(text)
-    places = [name for name, module in whole.named_modules() if type(module) is type(base)]
+def _located(whole: nn.Module, text: nn.Module, *, kind: type) -> TextPart:
+    """Return where the text model is in the whole.
+
+    Args:
+        kind: class of its base in the whole.
+    """
+    prefix, _ = base_of(text)
+    places = [name for name, module in whole.named_modules() if type(module) is kind]
     if len(places) != 1:
-        raise Refusal(f"it has {len(places)} parts of the class {type(base).__name__}")
+        raise Refusal(f"it has {len(places)} parts of the class {kind.__name__}")
     heads = [name_of(model, model.get_output_embeddings()) for model in (whole, text)]
     live = {places[0]: prefix, heads[0]: heads[1]}  # of the whole, and alone
     theirs = {}
