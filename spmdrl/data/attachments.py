@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 VISION_FAMILIES = (
     "gemma3",
+    "glm4v",
     "internvl",
     "qwen2_5_vl",
+    "qwen2_vl",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_vl",

@@ -156,12 +156,15 @@ class VisionTowerShape:
         """
         tower = config.vision_config
         side = _first(tower.patch_size)
+        # Qwen2-VL's hidden_size is the language model's.
+        hidden = getattr(tower, "embed_dim", tower.hidden_size)
+        intermediate = getattr(tower, "intermediate_size", None) or tower.mlp_ratio * hidden
         return cls(
             patches=_patches_per_token(config, side),
             patch_bytes=4 * 3 * side**2 * getattr(tower, "temporal_patch_size", 1),
             layers=getattr(tower, "depth", None) or tower.num_hidden_layers,
-            hidden=tower.hidden_size,
-            kept=10 * tower.hidden_size + 3 * tower.intermediate_size,
+            hidden=hidden,
+            kept=10 * hidden + 3 * intermediate,
         )
 
 

@@ -217,6 +217,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 WITH_TOWERS: dict[str, dict[str, Any]] = {
     "gemma3": {},
+    "glm4v": dict(
+        text_config=dict(
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=10000.0,
+                mrope_section=[8, 12, 12],
+                partial_rotary_factor=0.5,
+            )
+        )
+    ),
     "internvl": dict(
         text_config=dict(
             model_type="qwen2", hidden_size=3584, num_attention_heads=28, num_key_value_heads=4
@@ -224,6 +234,7 @@ WITH_TOWERS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
     "qwen2_5_vl": {},
+    "qwen2_vl": {},
     "qwen3_5": {},
     "qwen3_5_moe": {},
     "qwen3_vl": dict(text_config=dict(num_key_value_heads=8)),

@@ -156,6 +156,44 @@ def _qwen_ids(words: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {f"{name}_id": _id(words, _QWEN[name]) for name in names}
 
 
+def _qwen2(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
+    # vLLM's loader and transformers read the same from either name.
+    rope = _mrope(sizes)
+    return dict(
+        _qwen_ids(words),
+        text_config=dict(sizes.text, rope_parameters=rope, rope_scaling=rope),
+        vision_config=dict(
+            depth=sizes.layers,
+            embed_dim=sizes.width,
+            hidden_size=sizes.text["hidden_size"],
+            num_heads=2,
+            mlp_ratio=2,
+            patch_size=PATCH,
+        ),
+        vocab_size=sizes.text["vocab_size"],
+        tie_word_embeddings=sizes.text["tie_word_embeddings"],
+    )
+
+
+def _glm4(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
+    share = 0.5
+    rope = _mrope(sizes, share=share, partial_rotary_factor=share)
+    return dict(
+        {f"{name}_id": _id(words, token) for name, token in _GLM_TOKENS.items()},
+        text_config=dict(sizes.text, rope_parameters=rope),
+        vision_config=dict(
+            depth=sizes.layers,
+            hidden_size=sizes.width,
+            num_heads=2,
+            intermediate_size=2 * sizes.width,
+            out_hidden_size=sizes.text["hidden_size"],
+            image_size=sizes.image_side,
+            patch_size=PATCH,
+        ),
+        tie_word_embeddings=sizes.text["tie_word_embeddings"],
+    )
+
+
 def _qwen2_5(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
     # Sizes fit vLLM's loader, which reads the same from either name.
     rope = _mrope(sizes)
@@ -211,14 +249,14 @@ def _qwen3_5(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
     return found | {"text_config": own | dict(sizes.text, rope_parameters=rope)}
 
 
-def _qwen_files(kind: str) -> Callable[[Sizes], dict[str, dict[str, Any]]]:
+def _files(kind: str) -> Callable[[Sizes], dict[str, dict[str, Any]]]:
     def files(sizes: Sizes) -> dict[str, dict[str, Any]]:
         pixels = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": sizes.image_side**2}
         own = dict(size=pixels, patch_size=PATCH, temporal_patch_size=2, merge_size=2)
         return {
             "preprocessor_config.json": dict(
                 own,
-                image_processor_type="Qwen2VLImageProcessor",
+                image_processor_type=f"{_IMAGE.get(kind, kind)}ImageProcessor",
                 processor_class=f"{kind}Processor",
             ),
             "video_preprocessor_config.json": dict(
@@ -230,6 +268,7 @@ def _qwen_files(kind: str) -> Callable[[Sizes], dict[str, dict[str, Any]]]:
     return files
 
 
+_IMAGE = {"Qwen2_5_VL": "Qwen2VL", "Qwen3VL": "Qwen2VL"}
 _VIDEO = {"Qwen2_5_VL": "Qwen2VL"}
 
 
@@ -316,6 +355,14 @@ def _internvl_files(sizes: Sizes) -> dict[str, dict[str, Any]]:
 _GEMMA3_TOKENS = dict(
     boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
 )
+_GLM_TOKENS = dict(
+    image_start_token="<|begin_of_image|>",
+    image_end_token="<|end_of_image|>",
+    video_start_token="<|begin_of_video|>",
+    video_end_token="<|end_of_video|>",
+    image_token="<|image|>",
+    video_token="<|video|>",
+)
 _INTERNVL_TOKENS = dict(
     start_image_token="<img>",
     end_image_token="</img>",
@@ -324,13 +371,17 @@ _INTERNVL_TOKENS = dict(
 )
 _QWEN_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 
+_GLM_TEXT = "<|begin_of_image|><|image|><|end_of_image|>"
+
 MADE: dict[str, Made] = {
-    "qwen2_5_vl": Made(_QWEN, _QWEN_TEXT, _qwen2_5, _qwen_files("Qwen2_5_VL")),
-    "qwen3_vl": Made(_QWEN, _QWEN_TEXT, _qwen3, _qwen_files("Qwen3VL")),
-    "qwen3_vl_moe": Made(_QWEN, _QWEN_TEXT, _qwen3, _qwen_files("Qwen3VL")),
-    "qwen3_5": Made(_QWEN, _QWEN_TEXT, _qwen3_5, _qwen_files("Qwen3VL")),
-    "qwen3_5_moe": Made(_QWEN, _QWEN_TEXT, _qwen3_5, _qwen_files("Qwen3VL")),
+    "qwen2_vl": Made(_QWEN, _QWEN_TEXT, _qwen2, _files("Qwen2VL")),
+    "qwen2_5_vl": Made(_QWEN, _QWEN_TEXT, _qwen2_5, _files("Qwen2_5_VL")),
+    "qwen3_vl": Made(_QWEN, _QWEN_TEXT, _qwen3, _files("Qwen3VL")),
+    "qwen3_vl_moe": Made(_QWEN, _QWEN_TEXT, _qwen3, _files("Qwen3VL")),
+    "qwen3_5": Made(_QWEN, _QWEN_TEXT, _qwen3_5, _files("Qwen3VL")),
+    "qwen3_5_moe": Made(_QWEN, _QWEN_TEXT, _qwen3_5, _files("Qwen3VL")),
     "gemma3": Made(_GEMMA3_TOKENS, "<start_of_image>", _gemma3, _gemma3_files),
+    "glm4v": Made(_GLM_TOKENS, _GLM_TEXT, _glm4, _files("Glm4v")),
     "internvl": Made(_INTERNVL_TOKENS, "<IMG_CONTEXT>\\n", _internvl, _internvl_files),
 }
 """{model type: how it is made}."""
