@@ -18,7 +18,9 @@ SPLIT = LayoutSettings(world_size=2, trainer_ranks=1)
     "families",  # those that its CPU build serves
     [
         ("qwen3_vl",),
-        pytest.param(("internvl", "qwen2_5_vl", "qwen3_vl_moe"), marks=pytest.mark.grid),
+        pytest.param(
+            ("internvl", "glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe"), marks=pytest.mark.grid
+        ),
     ],
     ids=" ".join,
 )

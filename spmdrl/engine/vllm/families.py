@@ -48,6 +48,8 @@ _ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "glm4_moe_lite": lambda config: {
         "hf_overrides": {"first_k_dense_replace": config.mlp_layer_types.count("dense")}
     },
+    # transformers' code always has biases; vLLM leaves them out where the config does not say so.
+    "glm4v": lambda config: {"hf_overrides": {"text_config": {"attention_bias": True}}},
     # Its router always normalises, and transformers' config has no field for it.
     "qwen3_vl_moe": lambda config: {"hf_overrides": {"text_config": {"norm_topk_prob": True}}},
     "phimoe": lambda config: {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
