@@ -8,6 +8,7 @@ tp_plan            PreTrainedModel._tp_plan                 once `tp_plan` has t
 ignored_names      _keys_to_ignore_on_load_unexpected       once it is public
 owners, initialise _init_weights, Tensor._is_hf_initialized once from_pretrained takes a meta model
 rewritten_on_loading  the same, and what guards torch's init  once loading changes no loaded weight
+written_by_initialising  the same                         as rewritten_on_loading
 as_saved           core_model_loading.revert_weight_conversion  once it is documented
 released_names     vision_tower.vision_model of SigLIP's files   once saving keeps it
 has_towers, class_of  sub_configs, by which parts are known   once configs tell what they take
