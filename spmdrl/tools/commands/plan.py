@@ -102,19 +102,24 @@ def main(argv: list[str] | None = None) -> int:
         run, rates = _read_run(own, rest)
         plan, best = _plans(own, run, rates)
     except Refusal as error:
-        say(error, file=sys.stderr)
+        say(_shown(error), file=sys.stderr)
         return 2
     if own.json:
         first, *others = (as_dict(each, rates=rates) for each in (plan, *best))
         say(json.dumps({"plan": first, "best": others, "rates": rates_dict(rates)}, indent=2))
     elif own.brief:
-        say("\n".join(brief(plan, run=run, rates=rates)))
+        say(_shown("\n".join(brief(plan, run=run, rates=rates))))
     else:
-        say("\n".join(page(plan, best, run=run, rates=rates)))
+        say(_shown("\n".join(page(plan, best, run=run, rates=rates))))
     sys.stdout.flush()
     for line in _refusal(own.gpus, run, rates, plan):
-        say(line, file=sys.stderr)
+        say(_shown(line), file=sys.stderr)
     return 1 if plan.problems else 0
+
+
+def _shown(text: object) -> str:
+    """Return a text that names the built-in shapes as flags do, without their folder."""
+    return str(text).replace(f"{SHAPES}/", "")
 
 
 def _read_run(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
