@@ -2,7 +2,7 @@
 
 `ModelCounts` says what the axes of a mesh divide, for any model. `ModelShape` has the size of every
 weight, from which memory, traffic and FLOPs follow; it knows blocks of an MLP and of attention or a
-layer with a state.
+layer with a state, and blocks of one of these three.
 Equal blocks are equal and hashable, so that a result is computed once for all of them. The
 config.json files of some well-known models are in `shapes/`, for planning without a network.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.activations import ReLUSquaredActivation
 
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
@@ -33,6 +34,8 @@ from spmdrl.model.vision.families import has_bidirectional_images, has_vision_to
 
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_num_experts_per_tok", "top_k_experts", "moe_k")
 """Fields of configs: how many experts serve a token."""
+_FLOAT32_NORMS = ("Gemma", "NemotronH")
+"""How classes of blocks begin whose norms multiply by their weight in float32."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of configs: how many experts a layer has."""
 
@@ -68,7 +71,7 @@ class Attention:
 
 
 NO_ATTENTION = Attention(0, 0, 0, 0, window=None, has_softcap=False, has_qk_norm=False)
-"""Of a block that has a layer with a state in its place."""
+"""Of a block without attention."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class StateLayer:
     saved: int = 0
     """Numbers that plain torch saves per head and token; 0 for the layers of which the planner
     counts rows."""
+    vllm_dtype: str = ""
+    """Of the matrices in a vLLM engine, unless its options set one; empty: of the engine."""
 
     @property
     def matrix_numel(self) -> int:
@@ -111,6 +116,7 @@ class Experts:
     count: int
     top_k: int
     intermediate: int
+    width: int  # elements of a token that they read and write
 
 
 @dataclass(frozen=True)
@@ -120,9 +126,27 @@ class Block:
     weights: tuple[Weight, ...]
     attention: Attention
     norms: int  # over the hidden size
-    intermediate: int  # of the dense or shared gated MLP; 0 without one
+    intermediate: int  # of the dense or shared MLP; 0 without one
+    is_gated: bool = True  # MLP and experts multiply by a gate; else they square a ReLU
     experts: Experts | None = None
     state: StateLayer | None = None
+
+    @property
+    def layers(self) -> int:
+        """Layers that add to the hidden states: attention, one with a state, MLP or mixture."""
+        mixers = (self.attention.heads > 0) + (self.state is not None)
+        return mixers + (self.intermediate > 0 or self.experts is not None)
+
+    @property
+    def dense_layers(self) -> int:
+        """Those whose weights tensor parallelism splits: attention and the MLP."""
+        return (self.attention.heads > 0) + (self.intermediate > 0 and self.experts is None)
+
+    @property
+    def is_mamba(self) -> bool:
+        """Whether its layer with a state is of Mamba 1 or 2."""
+        is_decayed = any(weight.name.endswith("A_log") for weight in self.weights)
+        return self.state is not None and not self.state.corrects and is_decayed
 
     @cached_property
     def numel(self) -> int:
@@ -212,7 +236,7 @@ class ModelShape:
     name: str
     hidden: int
     vocab: int  # rows of the embedding
-    has_gemma_norms: bool  # which keep float32 where others cast back to the compute dtype
+    has_float32_norms: bool  # they multiply by the weight before they cast to the compute dtype
     rotary: int  # kinds of rotary tables, each of `rotary_dims`
     rotary_dims: int
     blocks: tuple[Block, ...]
@@ -234,6 +258,11 @@ class ModelShape:
     def kinds(self) -> tuple[tuple[Block, int], ...]:
         """(block, how many look like it), in order of first appearance."""
         return tuple(Counter(self.blocks).items())
+
+    @cached_property
+    def layers(self) -> int:
+        """Layers of all blocks that add to the hidden states."""
+        return sum(block.layers for block in self.blocks)
 
 
 def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
@@ -281,7 +310,7 @@ def _shape(hf_model: nn.Module, *, name: str) -> ModelShape:
         name=name or hf_model.config.model_type,
         hidden=embedding.shape[1],
         vocab=embedding.shape[0],
-        has_gemma_norms="gemma" in type(modules[0][1]).__name__.lower(),
+        has_float32_norms=type(modules[0][1]).__name__.startswith(_FLOAT32_NORMS),
         rotary=len(tables),
         rotary_dims=2 * tables[0].numel() if tables else 0,
         blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),
@@ -375,37 +404,72 @@ def tp_problem(hf_model: nn.Module) -> str:
     )
 
 
+@dataclass(frozen=True)
+class _Layers:
+    """The layers of a block's module that add to the hidden states."""
+
+    attention: nn.Module | None
+    state: nn.Module | None
+    mlp: nn.Module | None
+
+    @classmethod
+    def of(cls, block: nn.Module) -> _Layers:
+        """Find them: an MLP beside attention or a layer with a state, or one layer alone.
+
+        Raises: Refusal for other blocks.
+        """
+        mlp = getattr(block, "mlp", None) or getattr(block, "feed_forward", None)
+        state = next(filter(supports_packed_states, block.children()), None)
+        attention = getattr(block, "self_attn", None)
+        if attention is state:
+            attention = None
+        alone = getattr(block, "mixer", None)
+        if alone is not None and mlp is None and attention is None:
+            if state is not None:
+                return cls(None, state, None)
+            is_attention = hasattr(alone, "q_proj")
+            return cls(alone, None, None) if is_attention else cls(None, None, alone)
+        if mlp is None or (attention is None) == (state is None):
+            children = ", ".join(n for n, _ in block.named_children())
+            raise Refusal(
+                f"model: a block of {type(block).__name__} has {children}; only blocks with an "
+                "mlp, and with self_attn or a layer with a state, or with a mixer are known"
+            )
+        return cls(attention, state, mlp)
+
+
 def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any) -> Block:
-    mlp = getattr(module, "mlp", None) or getattr(module, "feed_forward", None)
-    attention = getattr(module, "self_attn", None)
-    state = next(filter(supports_packed_states, module.children()), None)
-    if attention is state:
-        attention = None
-    if mlp is None or (attention is None) == (state is None):
-        children = ", ".join(n for n, _ in module.named_children())
-        raise Refusal(
-            f"model: a block of {type(module).__name__} has {children}; only blocks "
-            "with an mlp, and with self_attn or a layer with a state, are known"
-        )
-    experts = getattr(mlp, "experts", None)
-    shared = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
-    dense = shared if experts is not None else mlp
-    hidden = config.hidden_size
-    own = [c for c in module.children() if type(c).__name__.endswith("Norm")]
+    own = _Layers.of(module)
+    experts = getattr(own.mlp, "experts", None)
+    dense = own.mlp
+    if experts is not None:
+        shared = (getattr(own.mlp, key, None) for key in ("shared_experts", "shared_expert"))
+        dense = next(filter(None, shared), None)
+    norms = [c for c in module.children() if type(c).__name__.endswith("Norm")]
     return Block(
         weights=tuple(
             Weight(n, tuple(p.shape), split_dim(f"{name}.{n}", styles), is_expert=".experts." in n)
             for n, p in module.named_parameters()
         ),
-        attention=NO_ATTENTION if attention is None else _attention(attention, config=config),
-        norms=sum(_width(norm) in (None, hidden) for norm in own),
+        attention=NO_ATTENTION if own.attention is None else _attention(own.attention, config),
+        norms=sum(_width(norm) in (None, config.hidden_size) for norm in norms),
         intermediate=0 if dense is None else _intermediate(dense),
-        experts=None if experts is None else _experts(mlp, config=config),
-        state=None if state is None else _state(state),
+        is_gated=_is_gated(dense) if experts is None else getattr(experts, "has_gate", True),
+        experts=None if experts is None else _experts(own.mlp, config=config),
+        state=None if own.state is None else _state(own.state, config=config),
     )
 
 
-def _state(module: Any) -> StateLayer:
+def _state(module: Any, *, config: Any) -> StateLayer:
+    own = _state_sizes(module)
+    if hasattr(module, "forget_gate"):  # as KimiDeltaAttention of vLLM
+        return replace(own, vllm_dtype="float32")
+    # vLLM reads the first in Qwen3.5's config, the second in Nemotron-H's.
+    names = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
+    return replace(own, vllm_dtype=next(filter(None, (getattr(config, n, "") for n in names)), ""))
+
+
+def _state_sizes(module: Any) -> StateLayer:
     convolution = next((part for part in module.children() if isinstance(part, nn.Conv1d)), None)
     if convolution is None:  # lightning attention
         size = module.head_dim
@@ -441,11 +505,17 @@ def _width(norm: nn.Module) -> int | None:
     return None if weight is None else weight.numel()
 
 
+def _is_gated(mlp: nn.Module | None) -> bool:
+    return mlp is None or getattr(mlp, "gate_proj", None) is not None
+
+
 def _intermediate(mlp: nn.Module) -> int:
     up = getattr(mlp, "up_proj", None)
-    if not isinstance(up, nn.Linear) or getattr(mlp, "gate_proj", None) is None:
+    squares = isinstance(getattr(mlp, "act_fn", None), ReLUSquaredActivation)
+    if not isinstance(up, nn.Linear) or not (_is_gated(mlp) or squares):
         raise Refusal(
-            f"model: {type(mlp).__name__} has no gate_proj and up_proj; only gated MLPs are known"
+            f"model: {type(mlp).__name__} has no up_proj with a gate_proj or a squared ReLU; only "
+            "such MLPs are known"
         )
     return up.out_features
 
@@ -467,10 +537,11 @@ def _experts(mlp: nn.Module, *, config: Any) -> Experts:
     most = next(filter(None, top_k))
     if not isinstance(most, int):  # one for each layer
         most = max(most)
-    return Experts(weight.shape[0], most, intermediate)
+    width = getattr(config, "moe_latent_size", None) or config.hidden_size
+    return Experts(weight.shape[0], most, intermediate, width)
 
 
-def _attention(module: nn.Module, *, config: Any) -> Attention:
+def _attention(module: nn.Module, config: Any) -> Attention:
     heads = config.num_attention_heads
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     if hasattr(module, "kv_b_proj"):
@@ -531,6 +602,8 @@ _SHAPE_OF = {
     "allenai/Llama-3.1-Tulu-3-8B-SFT": "llama-3-8b",
     "Qwen/Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
     "Qwen/Qwen3.5-35B-A3B-Base": "qwen3.5-35b-a3b",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron-3-nano-30b-a3b",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": "nemotron-3-nano-30b-a3b",
     "deepseek-ai/DeepSeek-V3": "deepseek-v3",
     "deepseek-ai/DeepSeek-V3-Base": "deepseek-v3",
     "deepseek-ai/DeepSeek-V3-0324": "deepseek-v3",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,6 +48,17 @@ WITH_STATE: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 96,
     },
     "bamba": {
         "attn_layer_indices": [1],
@@ -208,7 +220,8 @@ def hold(world: World) -> dict[str, int]:
     state = optimizer.state_dict()
     moments = [local_part(t) for key in ("exp_avg", "exp_avg_sq") for t in state[key].values()]
     found = {
-        "weights": sum(local_part(p).nbytes for p in shards.values()),
+        # Not the buffers of routers, which are sent too.
+        "weights": sum(local_part(p).nbytes for p in shards.values() if isinstance(p, DTensor)),
         "gradients": sum(g.nbytes for g in gradients.values()),
         "optimizer": sum(t.nbytes for t in moments),
         "engine weights": sum(p.nbytes for p in engine.model.parameters()),

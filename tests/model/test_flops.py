@@ -9,9 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from spmdrl.algorithms.reduce import loss_lengths
-from spmdrl.config import AlgorithmSettings, Config
+from spmdrl.config import AlgorithmSettings, Config, ModelSettings
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing_support import enable_packing
+from spmdrl.model.blocks import experts_modules
 from spmdrl.model.flops import (
     forward_flops,
     trained_flops,
@@ -20,7 +21,8 @@ from spmdrl.model.flops import (
     visible_pairs,
 )
 from spmdrl.model.head import HeadOptions
-from spmdrl.model.model_shape import model_shape
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.model_shape import SHAPES, model_shape
 from spmdrl.model.scorer import Scorer
 from spmdrl.report.glossary import lookup, values_of
 from spmdrl.world.machine.hardware import GPUS, known_gpu
@@ -38,7 +40,7 @@ def _scorer(family: str) -> tuple[Any, Scorer, Any]:
     model = tiny_model(family)
     enable_packing(model)
     model.set_attn_implementation("spmdrl_padded")
-    if hasattr(model.config, "num_local_experts"):
+    if experts_modules(model):
         model.set_experts_implementation("eager")  # the counter knows no grouped matmul
     scorer = Scorer(model, HeadOptions(29))
     return model, scorer, scoring(LENGTHS, first_scored=11, vocab=model.config.vocab_size)
@@ -59,6 +61,34 @@ def test_a_forward_pass_has_as_many_operations_as_torch_counts(family):
     assert counter.get_total_flops() == own.blocks + own.head + square
     if "sliding_window" not in FAMILIES[family]:
         assert square == 2 * own.attention
+
+
+def test_blocks_of_one_layer_have_as_many_operations_as_torch_counts():
+    model, scorer, work = _scorer("nemotron_h")
+    shape, lengths = model_shape(model), torch.tensor(LENGTHS)
+    own = forward_flops(shape, lengths=lengths, num_scored=sum(LENGTHS) - 11 * len(LENGTHS))
+    with FlopCounterMode(display=False) as counter:
+        scorer(work)
+    # The state's recurrence is planned token by token, and computed in chunks.
+    chunks = counter.get_flop_counts()["Scorer.base.layers.0.mixer"][torch.ops.aten.bmm]
+    square = sum(2 * 2 * 4 * 16 * n * n for n in LENGTHS)
+    assert counter.get_total_flops() - chunks == own.blocks + own.head + square
+    channels = 4 * 32 + 2 * 2 * 32
+    state = sum(LENGTHS) * (2 * 2 * 4 * 32 * 32 + 2 * 4 * channels)
+    assert own.attention == square / 2 + state
+
+
+def test_blocks_of_one_layer_have_the_parameters_of_the_model():
+    nano = build_meta_model(ModelSettings(path=str(SHAPES / "nemotron-3-nano-30b-a3b")))
+    for model in (nano, tiny_model("nemotron_h")):
+        shape = model_shape(model)
+        assert shape.numel == sum(p.numel() for p in model.parameters())
+        assert shape.layers == len(shape.blocks) == model.config.num_hidden_layers
+    layers = {
+        (block.attention.heads > 0, block.state is not None, bool(block.experts)): count
+        for block, count in model_shape(nano).kinds
+    }
+    assert layers == {(False, True, False): 23, (False, False, True): 23, (True, False, False): 6}
 
 
 def test_a_backward_pass_has_twice_the_operations_of_a_forward_pass():

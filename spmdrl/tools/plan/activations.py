@@ -1,6 +1,6 @@
 """Bytes that a forward pass saves for its backward pass, by formula.
 
-Shape letters: T packed tokens, R padded rows, H hidden, I width of a gated MLP, E experts. c is
+Shape letters: T packed tokens, R padded rows, H hidden, I width of an MLP, E experts. c is
 the size of an element of the compute dtype; norms and softmax compute in float32.
 
 There are two sets of kernels. Plain torch with padded attention runs on the CPU, and where no other
@@ -107,7 +107,7 @@ def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBy
     c = kernels.compute_bytes
     each = [(_block_bytes(block, shape, work), count) for block, count in shape.kinds]
     tables = 2 * shape.rotary * tokens * shape.rotary_dims * c
-    norm = tokens * _norm_bytes(shape.hidden, kernels, is_gemma=shape.has_gemma_norms) // tp
+    norm = tokens * _norm_bytes(shape.hidden, kernels, is_float32=shape.has_float32_norms) // tp
     rest = tables + norm + num_scored * (c * shape.hidden + 24)  # 24: indices, log total, entropy
     largest = max(size for size, _ in each)
     if kernels.on_host:  # while a block computes, what another block saved is being copied
@@ -136,13 +136,15 @@ def _product_width(block: Block, *, hidden: int, tp: int) -> int:
     experts = block.experts
     width = (own.heads + own.kv_heads) * (own.qk_dim + own.v_dim) // tp
     width += sum(own.latent) if own.latent else 0
-    width += 2 * hidden + 2 * block.intermediate // tp
+    factors = 2 if block.is_gated else 1
+    width += block.layers * hidden + factors * block.intermediate // tp
     if experts is not None:
-        width += (experts.count + experts.top_k * (2 * experts.intermediate + hidden)) // tp
+        of_expert = factors * experts.intermediate + experts.width
+        width += (experts.count + experts.top_k * of_expert) // tp
     return width
 
 
-def _norm_bytes(width: int, kernels: Kernels, *, is_gemma: bool) -> int:
+def _norm_bytes(width: int, kernels: Kernels, *, is_float32: bool) -> int:
     """Return the bytes per row of an RMSNorm.
 
     These are its input in float32, the reciprocal of the root, and its normalised input.
@@ -150,7 +152,7 @@ def _norm_bytes(width: int, kernels: Kernels, *, is_gemma: bool) -> int:
     c = kernels.compute_bytes
     if kernels.has_liger:
         return c * width + 4  # the input in the compute dtype, and the reciprocal
-    return 4 * width + 4 + (4 if is_gemma else c) * width
+    return 4 * width + 4 + (4 if is_float32 else c) * width
 
 
 @lru_cache(maxsize=4096)
@@ -160,38 +162,40 @@ def _block_bytes(block: Block, shape: ModelShape, work: RowPart) -> int:
     tp = work.cut.tp
     c = kernels.compute_bytes
     hidden = shape.hidden
-    is_gemma = shape.has_gemma_norms
-    # Under tp, norms and experts work on this rank's tokens; the inputs of attention and MLP are
-    # gathered.
-    total = block.norms * tokens * _norm_bytes(hidden, kernels, is_gemma=is_gemma) // tp
-    total += tokens * hidden * c  # the input of attention, and that of the MLP
-    total += tokens * hidden * c // (tp if block.experts else 1)
-    total += _attention_bytes(block.attention, work, is_gemma=is_gemma)
+    is_float32 = shape.has_float32_norms
+    # Under tp, norms, states and experts work on this rank's tokens; the inputs of attention and
+    # MLP are gathered.
+    total = block.norms * tokens * _norm_bytes(hidden, kernels, is_float32=is_float32) // tp
+    gathered = block.dense_layers
+    total += tokens * hidden * c * gathered + tokens * hidden * c * (block.layers - gathered) // tp
+    if block.attention.heads:
+        total += _attention_bytes(block.attention, work, is_float32=is_float32)
     total += _state_bytes(block.state, work) if block.state else 0
-    return total + mlp_bytes(block, work, hidden=hidden)
+    return total + mlp_bytes(block, work)
 
 
-def mlp_bytes(block: Block, work: RowPart, *, hidden: int) -> int:
+def mlp_bytes(block: Block, work: RowPart) -> int:
     """Return the bytes saved of a block's MLP or experts, without their input."""
     kernels = work.kernels
     tokens = work.tokens
     cut = work.cut
     c = kernels.compute_bytes
-    # Gate, its activation (liger computes it again), up, their product.
-    per_width = (3 if kernels.has_liger else 4) * c
+    # Gate, its activation (liger computes it again), up, their product; or the ReLU, its square.
+    factors = 4 if block.is_gated else 2
+    per_width = (3 if kernels.has_liger else factors) * c
     total = tokens * block.intermediate * per_width // cut.tp
     if block.experts is not None:
         experts = block.experts
         rows = tokens * block.experts.top_k // cut.tp
         total += tokens * 4 * experts.count // cut.tp  # the router's probabilities
-        # Each token has a row for each of its experts: input, gate and up, activation, product,
-        # output; its weight and its index. With ep, also the output after it is sent back.
+        # Each token has a row for each of its experts: input, the factors of the product, output;
+        # its weight and its index. With ep, also the output after it is sent back.
         states = 3 if cut.ep > 1 else 2
-        total += rows * (c * (states * hidden + 4 * experts.intermediate) + 24)
+        total += rows * (c * (states * experts.width + factors * experts.intermediate) + 24)
     return total
 
 
-def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
+def _attention_bytes(own: Attention, work: RowPart, *, is_float32: bool) -> int:
     kernels = work.kernels
     tokens = work.tokens
     cut = work.cut
@@ -199,10 +203,12 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
     heads, kv_heads = work.heads(own)
     total = 0
     if own.has_qk_norm:
-        total += tokens * (heads + kv_heads) * _norm_bytes(own.qk_dim, kernels, is_gemma=is_gemma)
+        total += (
+            tokens * (heads + kv_heads) * _norm_bytes(own.qk_dim, kernels, is_float32=is_float32)
+        )
     if own.latent is not None:
         for rank in own.latent[:2]:  # norm of the latent, and its projection
-            total += tokens * (_norm_bytes(rank, kernels, is_gemma=is_gemma) + c * rank)
+            total += tokens * (_norm_bytes(rank, kernels, is_float32=is_float32) + c * rank)
     if cut.method in ("gather", "ring"):  # query, key, value; output; the ring's log-sum-exp
         sums = 4 * tokens * heads if cut.method == "ring" else 0
         return total + sums + tokens * c * (heads + kv_heads) * (own.qk_dim + own.v_dim)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spmdrl.model.model_shape import ModelShape, StateLayer
+from spmdrl.model.model_shape import StateLayer
 from spmdrl.sync.buckets import LARGEST
 from spmdrl.tools.plan.engine_memory import engine_weight_bytes, reload_bytes
 from spmdrl.tools.plan.memory import (
@@ -128,22 +128,24 @@ def _activation_flows(run: Run, axes: Axes, *, count: int, computed: float) -> I
     longer = (run.teacher_prompt_tokens + run.response_tokens) / (run.tokens / run.sequences)
     trained = run.cfg.batch.epochs * (3 if run.kernels.recomputes else 2)
     passes = run.forwards + trained + run.teacher_passes * longer
-    calls = 2 * len(shape.blocks) * passes * count
-    times = _tp_passes(shape) * passes
+    calls = 2 * passes * count  # there and back, of a layer
+    # Hidden states are summed for attention and each MLP; with sequence parallelism that is a
+    # reduce-scatter and an all-gather, the same bytes.
+    times = sum(block.dense_layers for block in shape.blocks) * passes
     share = 2 * (axes.tp - 1) / axes.tp
     sent = times * share * own * shape.hidden * c
     yield Flow("tp all-reduces", sent, times * count, axes.span("tp"))
+    states = [block.state for block in shape.blocks if block.state]
+    width = sum(map(_state_width, states))
+    sent = passes * (axes.tp - 1) / axes.tp * own / axes.tp * width * c
+    yield Flow("tp exchanges of states", sent, calls * len(states), axes.span("tp"))
     sent = passes * own * c * _context_width(run, axes)
-    yield Flow("cp exchanges", sent, calls, axes.span("cp"))
-    rows = own / axes.tp * sum(k * b.experts.top_k for b, k in shape.kinds if b.experts)
-    sent = 2 * passes * ((axes.ep - 1) / axes.ep) * rows * shape.hidden * c
-    yield Flow("ep exchanges", sent, calls, axes.span("ep"))
-
-
-def _tp_passes(shape: ModelShape) -> int:
-    """Return the all-reduces of hidden states in a pass, for attention and for each MLP; with
-    sequence parallelism each is a reduce-scatter and an all-gather, the same bytes."""
-    return sum(count * (1 if block.experts else 2) for block, count in shape.kinds)
+    mixers = len(states) + sum(block.attention.heads > 0 for block in shape.blocks)
+    yield Flow("cp exchanges", sent, calls * mixers, axes.span("cp"))
+    experts = [block.experts for block in shape.blocks if block.experts]
+    width = sum(each.top_k * each.width for each in experts)
+    sent = 2 * passes * ((axes.ep - 1) / axes.ep) * own / axes.tp * width * c
+    yield Flow("ep exchanges", sent, calls * len(experts), axes.span("ep"))
 
 
 def _context_width(run: Run, axes: Axes) -> float:

@@ -238,10 +238,7 @@ def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> dic
         shared = 0 if is_kept else max(_sharded_bytes(run, b, axes) for b, _ in shape.kinds)
         at_once = {"gathered by FSDP": _gathered_bytes(run, axes) + 2 * shared}
         stream = 0
-    extra = max(
-        ulysses_extra_bytes(b.attention, work) - mlp_bytes(b, work, hidden=shape.hidden)
-        for b, _ in shape.kinds
-    )
+    extra = max(ulysses_extra_bytes(b.attention, work) - mlp_bytes(b, work) for b, _ in shape.kinds)
     return at_once | {"activations": saved.total + stream + extra}
 
 
@@ -286,7 +283,7 @@ def _working(shape: ModelShape, work: RowPart) -> int:
     attention = max(
         exchange_bytes(b.attention, work)
         + flash_backward_bytes(b.attention, work)
-        - mlp_bytes(b, work, hidden=shape.hidden)
+        - mlp_bytes(b, work)
         for b, _ in shape.kinds
     )
     return stream + max(tokens * 2 * c * max(widths), attention)
