@@ -24,9 +24,10 @@ from spmdrl.tools.plan.engine_memory import (
     best_num_seqs,
     cache_bytes_per_token,
     engine_weight_bytes,
+    state_bytes_per_sequence,
 )
 from spmdrl.tools.plan.memory import link_of
-from spmdrl.tools.plan.run import Run, rates_of, run_of
+from spmdrl.tools.plan.run import _SCALES, Run, rates_of, run_of
 from spmdrl.tools.plan.search import best_plans, layouts, make_plan
 from spmdrl.tools.plan.seconds import step_seconds
 from spmdrl.tools.plan.shared_prompts import group_of
@@ -44,6 +45,7 @@ PARAMETERS = {
     "qwen3-30b-a3b": (30.5, 3.04),
     "qwen3-235b-a22b": (235.1, 21.6),
     "qwen3.5-35b-a3b": (34.7, 2.94),
+    "nemotron-3-nano-30b-a3b": (31.6, 3.22),  # 3.6 with its embedding
     "llama-3-8b": (8.03, 7.50),
     "qwen2.5-vl-7b": (8.29, 7.07),
     "deepseek-v3": (671.0, 36.6),
@@ -335,6 +337,51 @@ def test_a_reload_brings_whole_tensors_to_each_engine_rank(shapes):
     assert "engine weights while it sleeps" not in make_plan(_run(shape), axes, rates=rates).host
 
 
+def test_an_engine_in_8_bits_holds_bytes_and_scales(shapes):
+    dense, mixture = shapes["qwen3-8b"], shapes["deepseek-v3"]
+    one, eight = Axes("split", 2, 1), Axes("split", 16, 8, inference_tp=8)
+    whole = engine_weight_bytes(_run(dense), one)
+    # By hand, of a block of 4096: 32 and 8 heads of 128, an MLP of 12288.
+    outs = 32 * 128 + 2 * 8 * 128 + 4096 + 2 * 12288 + 4096
+    blocks = (2 * 32 + 2 * 8) * 128 // 128 * 32 + 3 * 96 * 32
+    numel = 36 * 4096 * ((2 * 32 + 2 * 8) * 128 + 3 * 12288)
+    for name, scales in {"fp8": 7, "fp8_per_channel": outs, "fp8_per_block": blocks}.items():
+        own = replace(_run(dense), engine_scales=_SCALES[name])
+        assert engine_weight_bytes(own, one) == whole - numel + 4 * 36 * scales
+        halves = engine_weight_bytes(own, replace(eight, inference_tp=4))
+        assert 4 * halves == pytest.approx(engine_weight_bytes(own, one), rel=2e-3)
+    own = replace(_run(mixture), engine_scales=_SCALES["fp8_per_block"])
+    assert engine_weight_bytes(_run(mixture), eight) / GIB == pytest.approx(157.9, abs=0.1)
+    assert engine_weight_bytes(own, eight) / GIB == pytest.approx(79.5, abs=0.1)
+
+
+def test_options_of_vllm_that_change_bytes_are_planned_with(shapes, capsys):
+    cfg = Config()
+    bytes_of = {}
+    for name, options in {
+        "": {},
+        "cache": {"kv_cache_dtype": "fp8"},
+        "states": {"mamba_ssm_cache_dtype": "bfloat16"},
+    }.items():
+        own = changed(cfg, engine={"kind": "vllm", "options": options})
+        run = replace(_run(shapes["qwen3.5-35b-a3b"]), engine=own.engine)
+        axes = Axes("split", 2, 1)
+        bytes_of[name] = cache_bytes_per_token(run, axes), state_bytes_per_sequence(run, axes)
+    matrices = 30 * 32 * 128 * 128
+    assert bytes_of["cache"] == (bytes_of[""][0] // 2, bytes_of[""][1])
+    assert bytes_of["states"] == (bytes_of[""][0], bytes_of[""][1] - 2 * matrices)
+    assert bytes_of[""][1] == 4 * matrices + 30 * 3 * 2 * (2 * 16 + 32) * 128
+    main([*shlex.split(f"--shape qwen3-8b {RECOMPUTE} --engine.options"), "{quantization: mxfp4}"])
+    assert "the planner does not know the bytes of mxfp4" in capsys.readouterr().err
+
+
+def test_a_plan_names_no_folder_of_the_program(capsys):
+    for shape in ("nemotron-3-nano-30b-a3b", "nowhere"):
+        _plan(f"--shape {shape} --layout.world-size 8 {RECOMPUTE} --top 0")
+        printed = "".join(capsys.readouterr())
+        assert shape in printed and str(SHAPES) not in printed
+
+
 def test_a_plan_says_why_weights_are_reloaded(capsys):
     for flags, why in {
         "": "push: slices, written in place",
@@ -539,6 +586,6 @@ def test_the_best_layout_fits_and_none_that_fits_is_faster(shapes):
 
 def test_the_page_shows_what_the_commands_print():
     found = examples((ROOT / "docs" / "planning.md").read_text())
-    assert len(found) == 5
+    assert len(found) == 8
     for command, shown in (found[0], found[-1]):
         assert output(command) == shown, "run `python -m spmdrl plan_examples docs/planning.md`"

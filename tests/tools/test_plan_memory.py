@@ -83,15 +83,25 @@ def _run(cfg: object, shape: ModelShape) -> Run:
         ("qwen3_moe", dict(world_size=2, tp=2, dtype="bfloat16", recomputes=True)),
         ("gemma2", dict(world_size=3)),
         ("qwen3_5_text", dict(world_size=2, tp=2)),
+        ("nemotron_h", dict(world_size=2, tp=2, ep=2)),
         pytest.param(
             "qwen3", dict(world_size=2, memory={"reshard": "never"}), marks=pytest.mark.grid
         ),
     ],
-    ids=["fsdp", "tp", "ep", "experts under tp", "uneven", "states under tp", "never resharded"],
+    ids=[
+        "fsdp",
+        "tp",
+        "ep",
+        "experts under tp",
+        "uneven",
+        "states under tp",
+        "blocks of one layer",
+        "never resharded",
+    ],
 )
 def test_ranks_hold_what_the_plan_says(family, layout, tmp_path):
     sizes = {} if family == "gemma2" else _WIDE
-    if family in WITH_STATE:
+    if family == "qwen3_5_text":
         sizes = sizes | {"num_hidden_layers": 2}
     _compare(family, layout, tmp_path, sizes=sizes, within=0.1)
 
@@ -192,12 +202,13 @@ def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
         )
 
 
-def test_a_vllm_engine_holds_what_the_plan_says(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8_per_channel"}], ids=str)
+def test_a_vllm_engine_holds_what_the_plan_says(options, tmp_path):
     pytest.importorskip("vllm")
     sizes = dict(hidden_size=128, head_dim=32, vocab_size=1000)
     path = write_model(tmp_path / "model", "qwen3", **sizes)
     cfg = run_config(path, str(tmp_path / "out"), world_size=2, inference_tp=2)
-    cfg = changed(cfg, engine={"kind": "vllm"})
+    cfg = changed(cfg, engine={"kind": "vllm", "options": options})
     run = _run(cfg, _shape("qwen3", **sizes))
     engine = engine_memory(run, axes_of(cfg), memory_bytes=0)
     for held in in_world(cfg, vllm_holds):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from spmdrl.model.divisibility import engine_rows
-from spmdrl.model.model_shape import Block, Weight
+from spmdrl.model.model_shape import Block, Experts, StateLayer, Weight
 from spmdrl.sync.buckets import LARGEST
 from spmdrl.tools.plan.memory import (
     CUDA_CONTEXT,
@@ -15,7 +16,7 @@ from spmdrl.tools.plan.memory import (
     largest_file_tensor,
     proof_bytes,
 )
-from spmdrl.tools.plan.run import Run
+from spmdrl.tools.plan.run import Run, item_bytes
 from spmdrl.world.axes import Axes
 
 CUDA_GRAPHS = 2**30
@@ -31,16 +32,59 @@ def engine_weight_bytes(run: Run, axes: Axes) -> int:
     there are fewer than tp ranks. It replicates norms, routers and latent projections, and pads the
     vocabulary to a multiple of 64.
     """
+    return int(_weight_bytes(run, axes, hit=lambda experts: 1.0))
+
+
+def decode_step_bytes(run: Run, axes: Axes, *, width: float) -> float:
+    """Return the bytes of weights that one engine rank reads when it decodes `width` sequences: all
+    but those of experts to which none of them goes, if routing is balanced."""
+    return _weight_bytes(
+        run, axes, hit=lambda experts: 1 - (1 - experts.top_k / experts.count) ** width
+    )
+
+
+def _weight_bytes(run: Run, axes: Axes, *, hit: Callable[[Experts], float]) -> float:
+    """Return the bytes of one rank's weights.
+
+    Args:
+        hit: returns the share of a block's experts to count.
+    """
     shape = run.shape
     tp = axes.inference_tp
     rows = engine_rows(shape.vocab) if run.engine.traits.has_own_models else shape.vocab
-    numel = 0
+    total = 0.0
     for weight in shape.root:
         is_table = weight.shape[0] == shape.vocab and len(weight.shape) == 2
-        numel += rows // tp * shape.hidden if is_table else weight.numel
+        numel = rows // tp * shape.hidden if is_table else weight.numel
+        total += numel * run.engine_bytes
     for block, count in shape.kinds:
-        numel += count * sum(_engine_numel(w, block, tp=tp) for w in block.weights)
-    return numel * run.engine_bytes
+        for weight in block.weights:
+            share = hit(block.experts) if weight.is_expert and block.experts else 1.0
+            total += count * share * _engine_bytes(run, weight, block, tp=tp)
+    return total
+
+
+def _engine_bytes(run: Run, weight: Weight, block: Block, *, tp: int) -> int:
+    """Return the bytes of a weight of a block on one rank, quantised if vLLM quantises it.
+
+    That is, a linear layer or experts, but not a router or a convolution.
+    """
+    numel = _engine_numel(weight, block, tp=tp)
+    is_matrix = len(weight.shape) == (3 if weight.is_expert else 2)
+    if not run.engine_scales or not is_matrix or weight.name.endswith(_ROUTERS):
+        return numel * run.engine_bytes
+    *count, rows, columns = weight.shape
+    if numel < weight.numel and not weight.name.endswith(_CUT_BY_COLUMNS):
+        rows = numel // math.prod(count) // columns
+    else:
+        columns = numel // math.prod(count) // rows
+    of_rows, of_columns = run.engine_scales
+    scales = math.prod(count)
+    scales *= -(-rows // (of_rows or rows))
+    scales *= -(-columns // (of_columns or columns))
+    # vLLM multiplies by a copy of this matrix in the engine's dtype.
+    copy = run.engine_bytes if weight.name.endswith("kv_b_proj.weight") else 0
+    return numel * (1 + copy) + 4 * scales
 
 
 def reload_bytes(run: Run) -> int:
@@ -48,13 +92,18 @@ def reload_bytes(run: Run) -> int:
     return 4 * run.shape.numel
 
 
-def _whole_tensors(run: Run) -> int:
-    """Return the bytes of the tensors that wait in a reload: those of one message, and those of a
-    block, which vLLM keeps until the block is complete."""
+def _whole_tensors(run: Run, axes: Axes) -> int:
+    """Return the bytes that a reload takes: the tensors of one message; those of a block, which
+    vLLM keeps until the block is complete; what it then makes of them before it copies that."""
     message = min(run.cfg.stream.bucket_bytes or LARGEST, reload_bytes(run))
-    return message + 4 * max(block.numel for block, _ in run.shape.kinds)
+    block = max((block for block, _ in run.shape.kinds), key=lambda block: block.numel)
+    own = sum(_engine_numel(weight, block, tp=axes.inference_tp) for weight in block.weights)
+    made = run.engine_bytes + (run.engine_scales is not None)
+    return message + 4 * block.numel + made * own
 
 
+_ROUTERS = ("gate.weight", "router.weight")
+_CUT_BY_COLUMNS = ("down_proj", "down_proj.weight", "o_proj.weight", "out_proj.weight")
 # Suffixes of names: norms, routers, latent projections, and biases that are added after a
 # reduction.
 _REPLICATED = (
@@ -63,6 +112,7 @@ _REPLICATED = (
     "q_a_proj.weight",
     "kv_a_proj_with_mqa.weight",
     "shared_expert_gate.weight",
+    "latent_proj.weight",
     "o_proj.bias",
     "down_proj.bias",
 )
@@ -87,20 +137,28 @@ def cache_bytes_per_token(run: Run, axes: Axes) -> int:
         else:
             heads = max(1, own.kv_heads // axes.inference_tp)
             numel += count * heads * (own.qk_dim + own.v_dim)
-    return numel * run.engine_bytes
+    option = str(run.engine.options.get("kv_cache_dtype", "auto"))
+    return numel * (1 if option.startswith("fp8") else run.engine_bytes)
 
 
 def state_bytes_per_sequence(run: Run, axes: Axes) -> int:
     """Return the bytes of one sequence's states on one engine rank, all layers.
 
-    The transformers engine keeps matrices in float32. vLLM keeps them in the engine's dtype.
+    The transformers engine keeps matrices in float32.
     """
-    of_matrix = run.engine_bytes if run.engine.traits.has_own_models else 4
     total = 0
     for block, count in run.shape.kinds:
         if own := block.state:
+            of_matrix = _matrix_bytes(run, own) if run.engine.traits.has_own_models else 4
             total += count * (own.matrix_numel * of_matrix + own.input_numel * run.engine_bytes)
     return total // axes.inference_tp
+
+
+def _matrix_bytes(run: Run, own: StateLayer) -> int:
+    """Return the bytes of an element of a state's matrices in a vLLM engine."""
+    option = run.engine.options.get("mamba_ssm_cache_dtype", "auto")
+    dtype = own.vllm_dtype if option == "auto" else option
+    return item_bytes(dtype) if dtype else run.engine_bytes
 
 
 def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
@@ -138,7 +196,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     if axes.roles.has_engines and run.reloads:
         # An engine that sleeps has no cache yet when tensors arrive.
         free = used if run.engine_sleeps and axes.roles.shares_devices else 0
-        causes["whole tensors of a reload"] = max(0, _whole_tensors(run) - free)
+        causes["whole tensors of a reload"] = max(0, _whole_tensors(run, axes) - free)
     elif axes.roles.has_engines and axes.world_size > 1:  # one rank copies from shard to engine
         causes["stream buckets"] = bucket_bytes(run, axes, own=weights, busiest=weights)
         proof = proof_bytes(run, largest_file_tensor(shape) // axes.inference_tp)

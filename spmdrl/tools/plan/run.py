@@ -55,6 +55,9 @@ class Run:
     engine_sleeps: bool  # its memory is lent to the update, colocated
     reloads: str  # why engines reload whole tensors in a push; empty where slices are written
     engine_bytes: int  # of one element of its weights and cache
+    engine_scales: tuple[int, int] | None = None
+    """Rows and columns of a weight that have a float32 scale in common, 0 for all, where the engine
+    keeps its weights in 8 bits."""
     shares_prefixes: bool = False  # all models can, and batch.share_prefixes lets them
     unshared: str = ""  # which models cannot, and why
 
@@ -152,7 +155,7 @@ def run_of(
         cfg=cfg,
         shape=shape,
         engine=cfg.engine,
-        kernels=_kernels(cfg, on_gpu=on_gpu),
+        kernels=_kernels(cfg, shape, on_gpu=on_gpu),
         on_gpu=on_gpu,
         master_bytes=0 if has_none else item_bytes(memory.master_dtype),
         moment_bytes=0 if is_away else 2 * moment_bytes(memory.optimizer_dtype),
@@ -167,13 +170,14 @@ def run_of(
         lora_numel=lora_numel,
         chunk_tokens=chunk_tokens,
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
-        reloads=_reloads(cfg, family),
+        reloads=_reloads(cfg, family, shape),
         engine_bytes=item_bytes(cfg.engine.dtype),
+        engine_scales=_engine_scales(cfg),
         shares_prefixes=shares_prefixes,
     )
 
 
-def _reloads(cfg: Config, family: str) -> str:
+def _reloads(cfg: Config, family: str, shape: ModelShape) -> str:
     """Return why engines reload whole tensors in a push; empty where slices are written."""
     if cfg.stream.mode == "reload":
         return "stream.mode is reload"
@@ -181,7 +185,31 @@ def _reloads(cfg: Config, family: str) -> str:
         return f"engine.options quantization is {cfg.engine.options['quantization']}"
     if family and pushed_by(family, engine_kind=cfg.engine.kind) == "reload":
         return f"{cfg.engine.kind}'s code for {family} changes weights as it loads them"
+    if cfg.engine.traits.has_own_models and any(block.is_mamba for block, _ in shape.kinds):
+        return "vLLM's Mamba layers hold -exp(A_log)"
     return ""
+
+
+_SCALES = {
+    "fp8": (0, 0),
+    "fp8_per_tensor": (0, 0),
+    "fp8_per_channel": (1, 0),
+    "fp8_per_block": (128, 128),
+}
+
+
+def _engine_scales(cfg: Config) -> tuple[int, int] | None:
+    """Return what of an engine's weight has a scale in common; None for weights in its dtype.
+
+    Raises: Refusal for a quantisation whose bytes are not known.
+    """
+    name = cfg.engine.options.get("quantization")
+    if name and name not in _SCALES:
+        raise Refusal(
+            f"engine.options quantization: the planner does not know the bytes of {name}; known: "
+            f"{', '.join(_SCALES)}; leave it out to plan with engine.dtype"
+        )
+    return _SCALES[name] if name else None
 
 
 def item_bytes(dtype: str) -> int:
@@ -208,16 +236,17 @@ def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
 _PASSES = {"old_logprobs", "ref_logprobs", "values", "prm_logprobs"}
 
 
-def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
+def _kernels(cfg: Config, shape: ModelShape, *, on_gpu: bool) -> Kernels:
     kernels = cfg.model.kernels
     memory = cfg.model.memory
     c = item_bytes(cfg.model.compute_dtype)
     is_padded = kernels.attention == "padded" or not (on_gpu and c == 2)
     mode = memory.activation_checkpointing
+    is_gated = all(block.is_gated for block in shape.blocks)  # liger refuses other models
     return Kernels(
         compute_bytes=c,
         is_padded=is_padded,
-        has_liger=on_gpu and kernels.liger,
+        has_liger=on_gpu and kernels.liger and is_gated,
         recomputes=mode == "full",
         is_selective=mode == "selective",
         on_host=on_gpu and memory.offload in ("activations", "all"),

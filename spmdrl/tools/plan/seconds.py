@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from spmdrl.model.flops import forward_flops
-from spmdrl.model.model_shape import ModelShape
-from spmdrl.tools.plan.engine_memory import cache_bytes_per_token, engine_weight_bytes
+from spmdrl.tools.plan.engine_memory import cache_bytes_per_token, decode_step_bytes
 from spmdrl.tools.plan.memory import shards_numel
 from spmdrl.tools.plan.run import Rates, Run
 from spmdrl.tools.plan.shared_prompts import group_of
@@ -134,13 +133,13 @@ def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float,
     )
     mean_width = max(1.0, each * run.response_tokens / steps)
     bandwidth = rates.gpu.memory_bytes_per_s * rates.memory_frac
-    weights = engine_weight_bytes(run, axes) * _touched(shape, mean_width)
+    weights = decode_step_bytes(run, axes, width=mean_width)
     context = run.prompt_tokens + run.response_tokens / 2
     cache = mean_width * context * cache_bytes_per_token(run, axes)
     reduces = 0.0
     if tp > 1:
         sent = 2 * (tp - 1) / tp * mean_width * shape.hidden * run.engine_bytes
-        reduces = 2 * len(shape.blocks) * (sent / rates.link(tp) + rates.collective_s)
+        reduces = shape.layers * (sent / rates.link(tp) + rates.collective_s)
     parts = {
         "reading weights": weights / bandwidth,
         "reading the KV cache": cache / bandwidth,
@@ -158,15 +157,3 @@ def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float,
     if steps > 2 * each * run.response_tokens / width:
         limit += ", few sequences at once"
     return steps * sum(parts.values()) + prefill / rates.flops, limit
-
-
-def _touched(shape: ModelShape, width: float) -> float:
-    """Return the share of the weights that a decode step of `width` sequences reads."""
-    read = float(sum(w.numel for w in shape.root))
-    for block, count in shape.kinds:
-        experts = block.experts
-        routed = sum(w.numel for w in block.weights if w.is_expert)
-        # Share of the experts that at least one sequence goes to, if routing is balanced.
-        hit = 1 - (1 - experts.top_k / experts.count) ** width if experts else 0.0
-        read += count * (block.numel - routed + routed * hit)
-    return read / shape.numel

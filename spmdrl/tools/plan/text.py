@@ -54,6 +54,8 @@ def _head(run: Run, rates: Rates) -> Iterator[str]:
         )
     yield f"rates: {'; '.join(_rate_texts(rates))}"
     yield f"step: {_step_text(run)}"
+    if shape.counts.experts:
+        yield "routing: assumed to be even over experts; uneven routing takes more time and memory"
     if run.cfg.layout.roles.has_engines:
         pushed = "slices, written in place"
         if run.reloads:
