@@ -328,6 +328,8 @@ class SentWeights:
             name: (tuple(part.shape), live[part.tensor].dtype) for name, part in self.parts.items()
         }
         """{name in the safetensors files: (shape, float32)}."""
+        experts = experts_parameters(hf_model)
+        self._of_experts = {name for name, part in self.parts.items() if part.tensor in experts}
         towers = vision_parameters(hf_model)
         unadapted = towers - adapted_weights(hf_model, lora)
         self.frozen = frozenset(
@@ -340,6 +342,18 @@ class SentWeights:
         """Adapters that are sent instead of merged weights; their matrices are in `shards`."""
         self.model: ShardedModel | None = None
         """On trainers, once it is built."""
+
+    def reloaded_names(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return `names` in the dtypes in which vLLM's own loader gets whole tensors.
+
+        It creates experts, which are most of a mixture, in the engine's dtype. Of others it may
+        keep float32, or compute something in float32.
+
+        Args:
+            dtype: of the engine.
+        """
+        halved = dict.fromkeys(self._of_experts, dtype)
+        return {name: (shape, halved.get(name, own)) for name, (shape, own) in self.names.items()}
 
     def shards(self) -> dict[str, Tensor]:
         """Return {live name: DTensor, or plain buffer}, see ShardedModel; {} off the trainers.

@@ -251,7 +251,8 @@ class WeightStream:
         keeps_weights = not world.cfg.layout.roles.shares_devices
         self._weights: TracedTensors | ReloadedTensors
         if self.mode == "reload":
-            self._weights = ReloadedTensors(world, names=sent.names, engine=self._engine, live=live)
+            names = sent.reloaded_names(getattr(torch, world.cfg.engine.dtype))
+            self._weights = ReloadedTensors(world, names=names, engine=self._engine, live=live)
         else:
             self._weights = TracedTensors(
                 world,

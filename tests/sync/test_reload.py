@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,7 +14,18 @@ from spmdrl.config import LayoutSettings, StreamSettings
 from spmdrl.sync import reload as reload_module
 from spmdrl.sync.verify import flip_bits
 from tests.helpers.worlds import WeightStream, with_engine
-from tests.sync.test_engine import PROMPTS, change, make_config, make_folder
+from tests.sync.test_engine import (
+    PROMPTS,
+    change,
+    differing,
+    in_files,
+    make_config,
+    make_folder,
+    parameters,
+    parameters_loaded,
+    whole,
+    whole_state,
+)
 
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
 
@@ -105,3 +117,40 @@ def test_a_reload_is_verified_and_each_fault_of_it_found(tmp_path):
         assert "probe at version 3" in said["always"]
         assert "engine of rank 1" in said["on the way"]
         assert "arrived with checksum" in said["on the way"]
+
+
+def push_experts(engine: Any, trainer: Any) -> dict[str, Any]:
+    """Return what a reload of changed weights wrote otherwise than vLLM's loader does with float32
+    tensors, and the bytes that it sent to this rank."""
+    world = trainer.world
+    stream = WeightStream(trainer.weights, engine, world)
+    change(trainer, 0.02)
+    stream.push(1)
+    sizes = {
+        name: math.prod(shape) * (2 if ".experts." in name else 4)
+        for name, (shape, _) in trainer.weights.names.items()
+    }
+    found = {
+        "mode": stream.mode,
+        "planned": sum(sizes.values()),
+        "sent": sum(plan.nbytes for plan in stream._weights.plans),
+    }
+    state = whole_state(trainer, world)
+    if not world.is_inference:
+        return found
+    own = parameters(engine, world)
+    held = whole(own)
+    right = dict(zip(own, parameters_loaded(engine, in_files(state, trainer))))
+    return found | {"differing": differing(held, right), "names": list(own)}
+
+
+def test_a_reload_sends_experts_in_the_dtype_in_which_vllm_creates_them(tmp_path):
+    cfg = make_config(
+        make_folder(tmp_path, "qwen3_moe"),
+        layout=LayoutSettings(world_size=2, trainer_ranks=1),
+        stream=StreamSettings(bucket_bytes=64 * 2**10, verify_every=1, mode="reload"),
+    )
+    trainer, engine = with_engine(cfg, push_experts)
+    assert engine["mode"] == "reload" and engine["differing"] == []
+    assert any("experts" in name for name in engine["names"])
+    assert engine["sent"] == engine["planned"] == trainer["planned"]

@@ -88,8 +88,16 @@ def _engine_bytes(run: Run, weight: Weight, block: Block, *, tp: int) -> int:
 
 
 def reload_bytes(run: Run) -> int:
-    """Return the bytes of all whole tensors, as a reload sends them: in float32."""
-    return 4 * run.shape.numel
+    """Return the bytes of all whole tensors, as a reload sends them."""
+    own = 4 * sum(weight.numel for weight in run.shape.root)
+    return own + sum(count * _reloaded_bytes(run, block) for block, count in run.shape.kinds)
+
+
+def _reloaded_bytes(run: Run, block: Block) -> int:
+    """Return the bytes of a block's whole tensors: experts in the engine's dtype, others in
+    float32."""
+    experts = sum(weight.numel for weight in block.weights if weight.is_expert)
+    return 4 * (block.numel - experts) + run.engine_bytes * experts
 
 
 def _whole_tensors(run: Run, axes: Axes) -> int:
@@ -99,7 +107,7 @@ def _whole_tensors(run: Run, axes: Axes) -> int:
     block = max((block for block, _ in run.shape.kinds), key=lambda block: block.numel)
     own = sum(_engine_numel(weight, block, tp=axes.inference_tp) for weight in block.weights)
     made = run.engine_bytes + (run.engine_scales is not None)
-    return message + 4 * block.numel + made * own
+    return message + _reloaded_bytes(run, block) + made * own
 
 
 _ROUTERS = ("gate.weight", "router.weight")

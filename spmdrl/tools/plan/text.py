@@ -59,7 +59,7 @@ def _head(run: Run, rates: Rates) -> Iterator[str]:
     if run.cfg.layout.roles.has_engines:
         pushed = "slices, written in place"
         if run.reloads:
-            pushed = f"whole float32 tensors to each engine rank, because {run.reloads}"
+            pushed = f"whole tensors to each engine rank, because {run.reloads}"
         yield f"push: {pushed}"
 
 
