@@ -586,6 +586,6 @@ def test_the_best_layout_fits_and_none_that_fits_is_faster(shapes):
 
 def test_the_page_shows_what_the_commands_print():
     found = examples((ROOT / "docs" / "planning.md").read_text())
-    assert len(found) == 8
+    assert len(found) == 11
     for command, shown in (found[0], found[-1]):
         assert output(command) == shown, "run `python -m spmdrl plan_examples docs/planning.md`"
