@@ -34,8 +34,8 @@ from spmdrl.model.vision.families import has_bidirectional_images, has_vision_to
 
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_num_experts_per_tok", "top_k_experts", "moe_k")
 """Fields of configs: how many experts serve a token."""
-_FLOAT32_NORMS = ("Gemma", "NemotronH")
-"""How classes of blocks begin whose norms multiply by their weight in float32."""
+_FLOAT32_NORMS = ("gemma", "nemotronh")
+"""In names of blocks whose norms multiply by their weight in float32."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of configs: how many experts a layer has."""
 
@@ -284,6 +284,7 @@ def _shape(hf_model: nn.Module, *, name: str) -> ModelShape:
     config = hf_model.config.get_text_config()
     modules = list(blocks(hf_model).items())
     styles = tp_styles(hf_model)
+    of_block = type(modules[0][1]).__name__.lower()
     prefixes = tuple(f"{n}." for n, _ in modules)
     embedding = hf_model.get_input_embeddings().weight
     head = hf_model.get_output_embeddings()
@@ -310,7 +311,7 @@ def _shape(hf_model: nn.Module, *, name: str) -> ModelShape:
         name=name or hf_model.config.model_type,
         hidden=embedding.shape[1],
         vocab=embedding.shape[0],
-        has_float32_norms=type(modules[0][1]).__name__.startswith(_FLOAT32_NORMS),
+        has_float32_norms=any(kind in of_block for kind in _FLOAT32_NORMS),
         rotary=len(tables),
         rotary_dims=2 * tables[0].numel() if tables else 0,
         blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),

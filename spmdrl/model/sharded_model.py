@@ -352,8 +352,8 @@ class SentWeights:
         Args:
             dtype: of the engine.
         """
-        halved = dict.fromkeys(self._of_experts, dtype)
-        return {name: (shape, halved.get(name, own)) for name, (shape, own) in self.names.items()}
+        experts = dict.fromkeys(self._of_experts, dtype)
+        return {name: (shape, experts.get(name, own)) for name, (shape, own) in self.names.items()}
 
     def shards(self) -> dict[str, Tensor]:
         """Return {live name: DTensor, or plain buffer}, see ShardedModel; {} off the trainers.
