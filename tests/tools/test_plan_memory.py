@@ -12,9 +12,10 @@ import torch
 from spmdrl.config import Config, MemorySettings
 from spmdrl.config.fields import useful_tokens
 from spmdrl.model.attention.packing import padded_groups
+from spmdrl.model.block_shape import Attention
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import LoraForm, adapter_numel
-from spmdrl.model.model_shape import Attention, ModelShape, model_shape
+from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.model.tensor_parts import Box
 from spmdrl.sync.buckets import Traffic, choose_buckets
 from spmdrl.sync.verify import checksum, checksum_bytes

@@ -20,7 +20,8 @@ import torch
 from spmdrl.model.attention.kernels import LARGEST_HEAD, is_by_matmul
 from spmdrl.model.attention.packing import PaddedGroup, make_packing
 from spmdrl.model.attention.state_chunks import CHUNK
-from spmdrl.model.model_shape import Attention, Block, ModelShape, StateLayer
+from spmdrl.model.block_shape import Attention, Block, StateLayer
+from spmdrl.model.model_shape import ModelShape
 
 _MULTIPROCESSORS = 148
 """Multiprocessors of a B200. Other GPUs have fewer, and need less memory."""

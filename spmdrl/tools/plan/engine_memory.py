@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from spmdrl.model.block_shape import Block, Experts, StateLayer, Weight
 from spmdrl.model.divisibility import engine_rows
-from spmdrl.model.model_shape import Block, Experts, StateLayer, Weight
 from spmdrl.sync.buckets import LARGEST
 from spmdrl.tools.plan.memory import (
     CUDA_CONTEXT,

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from spmdrl.model.block_shape import Block, Weight
 from spmdrl.model.cuts import CutAxis, TensorCut
-from spmdrl.model.model_shape import Block, ModelShape, Weight
+from spmdrl.model.model_shape import ModelShape
 from spmdrl.model.parallel.expert_parallel import expert_dim
 from spmdrl.sync.buckets import best_count, bound_of, overhead_s, slice_room
 from spmdrl.sync.verify import checksum_bytes

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spmdrl.model.model_shape import StateLayer
+from spmdrl.model.block_shape import StateLayer
 from spmdrl.sync.buckets import LARGEST
 from spmdrl.tools.plan.engine_memory import engine_weight_bytes, reload_bytes
 from spmdrl.tools.plan.memory import (

@@ -8,9 +8,10 @@ from functools import lru_cache
 
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.model.attention.packing import PaddedGroup, padded_groups
+from spmdrl.model.block_shape import Block, Weight
 from spmdrl.model.divisibility import context_method
 from spmdrl.model.head import logit_bytes
-from spmdrl.model.model_shape import Block, ModelShape, Weight
+from spmdrl.model.model_shape import ModelShape
 from spmdrl.tools.plan.activations import (
     Cut,
     RowPart,
