@@ -208,7 +208,8 @@ def hold(world: World) -> dict[str, int]:
     cfg = world.cfg
     engine = make_engine(cfg, world)
     model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True)
-    shards = model.named_shards()
+    # Not the buffers of routers, which are sent too.
+    shards = {n: p for n, p in model.named_shards().items() if isinstance(p, DTensor)}
     optimizer = AdamW(shards, no_decay=set(), options=cfg.optimizer)
     vocab = model.hf_model.config.vocab_size
     # Not of one length: padded attention would copy no rows.
@@ -220,8 +221,7 @@ def hold(world: World) -> dict[str, int]:
     state = optimizer.state_dict()
     moments = [local_part(t) for key in ("exp_avg", "exp_avg_sq") for t in state[key].values()]
     found = {
-        # Not the buffers of routers, which are sent too.
-        "weights": sum(local_part(p).nbytes for p in shards.values() if isinstance(p, DTensor)),
+        "weights": sum(local_part(p).nbytes for p in shards.values()),
         "gradients": sum(g.nbytes for g in gradients.values()),
         "optimizer": sum(t.nbytes for t in moments),
         "engine weights": sum(p.nbytes for p in engine.model.parameters()),
