@@ -267,14 +267,21 @@ def test_what_no_code_here_expects_of_a_module_is_refused(tmp_path):
         model_shape(hf_model)
 
 
-@pytest.mark.parametrize("family", ["codegen", "nemotron"])
-def test_a_recomputation_knows_the_sequences_of_its_own_row(family, tmp_path):
-    # The model's code hands on to none of its layers, or not to attention, where they begin.
+@pytest.mark.parametrize(
+    "family, recomputes",
+    [
+        # The model's code hands on to none of its layers, or not to attention, where they begin.
+        ("codegen", "full"),
+        ("nemotron", "full"),
+        ("gpt_oss", "selective"),  # biases are added in place to products that could be kept
+    ],
+)
+def test_a_recomputation_knows_the_sequences_of_its_own_row(family, recomputes, tmp_path):
     small = shrunk(family_config(family))
     tiny_model(small, tmp_path)
     rows = random_rows(small.vocab_size)
     gradients = []
-    for mode in ("none", "full"):
+    for mode in ("none", recomputes):
         hf_model, scorer = plain_scorer(tmp_path)
         checkpoint(hf_model, mode)
         packed = torch.cat(scores(scorer, rows, chunk=None))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from spmdrl.errors import Refusal
-from spmdrl.model.blocks import blocks
+from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.vision.families import vision_blocks
 from spmdrl.world.torch_internals import CheckpointImpl, checkpoint_wrapper, operation_name
 from spmdrl.world.world import World
@@ -55,14 +55,24 @@ def checkpoint(hf_model: nn.Module, mode: str) -> None:
     # Nothing random runs in a block (dropout is refused), so no RNG state is kept.
     options: dict[str, Any] = {"preserve_rng_state": False}
     if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        policy = partial(_policy, _kept(hf_model))
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
     for name, block in (blocks(hf_model) | vision_blocks(hf_model)).items():
         hf_model.set_submodule(name, wrap(block))
 
 
-def _policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    is_kept = operation_name(operation) in KEPT
+def _kept(hf_model: nn.Module) -> frozenset[str]:
+    """Return the operations of KEPT whose results this model does not change in place:
+    transformers adds the biases of experts (GPT-OSS) to their products."""
+    has_biases = any(getattr(e, "has_bias", False) for e in experts_modules(hf_model).values())
+    return KEPT - {"aten::_grouped_mm"} if has_biases else KEPT
+
+
+def _policy(
+    kept: frozenset[str], context: Any, operation: Any, *args: Any, **options: Any
+) -> CheckpointPolicy:
+    is_kept = operation_name(operation) in kept
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
