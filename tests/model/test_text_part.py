@@ -83,13 +83,14 @@ _OF_EXPERTS = dict(
 _SEES = VISION | dict(depth=1, num_heads=2, out_hidden_size=32)
 
 
-def _text(section: list[int], *, share: float = 1.0, **fields: Any) -> dict[str, Any]:
+def _text(section: list[int], *, share: float | None = None, **fields: Any) -> dict[str, Any]:
     rope = dict(rope_type="default", rope_theta=10.0, mrope_section=section)
-    return TEXT | {"rope_parameters": rope | {"partial_rotary_factor": share}} | fields
+    own = {} if share is None else {"partial_rotary_factor": share}
+    return TEXT | {"rope_parameters": rope | own} | fields
 
 
 WITHOUT_CLASS: dict[str, dict[str, Any]] = {
-    "glm4v": {"text_config": _text([1, 1, 0], share=0.5, head_dim=8), "vision_config": _SEES},
+    "glm4v": {"text_config": _text([2, 1, 1], head_dim=8), "vision_config": _SEES},
     "glm4v_moe": {
         "text_config": _text([4, 2, 2], share=0.5, **_OF_EXPERTS),
         "vision_config": _SEES,

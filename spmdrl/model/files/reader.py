@@ -63,8 +63,9 @@ def text_config(config: Any) -> Any:
     model_type, always = _CAUSAL[own.model_type]
     fields = {name: value for name, value in own.to_dict().items() if name != "model_type"}
     fields.setdefault("head_dim", own.hidden_size // own.num_attention_heads)
-    rope = own.rope_parameters.items()
-    fields["rope_parameters"] = {n: value for n, value in rope if not n.startswith("mrope_")}
+    rope = {n: value for n, value in own.rope_parameters.items() if not n.startswith("mrope_")}
+    # By default GLM-4 rotates half of a head, and GLM-4.1V all of it.
+    fields["rope_parameters"] = {"partial_rotary_factor": 1.0} | rope
     return AutoConfig.for_model(model_type, **(fields | always))
 
 
