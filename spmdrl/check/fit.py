@@ -14,6 +14,7 @@ from torch import nn
 
 from spmdrl.check.values import MAX_RANK
 from spmdrl.config import Config
+from spmdrl.engine.vllm.expert_adapters import ADAPTED_MIXTURES
 from spmdrl.engine.vllm.families import check_drafts, check_mixers, model_arguments
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
@@ -478,10 +479,17 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
             "model.lora.push: adapter with targets that name the embedding, of which "
             "vLLM takes no adapter; take merged, or leave it out"
         )
-    elif counts.experts and counts.model_type != "qwen3_moe":
+    elif latent := [name for name in targeted(hf_model, form.targets) if "kv_b_proj" in name]:
         yield (
-            f"model.lora.push: adapter with a {counts.model_type}: of mixtures, only qwen3_moe's "
-            f"adapters are mapped to vLLM's; take merged (model.path {cfg.model.path})"
+            f"model.lora.push: adapter with the target {latent[0]}: vLLM's latent attention "
+            "computes with products of this weight that it makes once, and would leave the adapter "
+            f"out; name other targets, or take merged (model.path {cfg.model.path})"
+        )
+    elif counts.experts and counts.model_type not in ADAPTED_MIXTURES:
+        yield (
+            f"model.lora.push: adapter with a {counts.model_type}, a mixture whose adapters do not "
+            f"fit vLLM's layers, or were not compared; those that do: "
+            f"{', '.join(sorted(ADAPTED_MIXTURES))}; take merged (model.path {cfg.model.path})"
         )
     elif counts.experts and not is_on_cpu(cfg):
         yield (

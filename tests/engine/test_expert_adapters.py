@@ -14,16 +14,17 @@ from spmdrl.engine.vllm.expert_adapters import LowRank, load_experts
 EXPERTS, RANK, HIDDEN, INNER, SLOT_RANK = 4, 3, 5, 6, 8
 
 
-def _stacks(*, rank: int, size: int, is_ep: bool) -> Any:
+def _stacks(*, rank: int, size: int, is_ep: bool, is_3d: bool = False) -> Any:
     """vLLM's own layer as one rank of an engine has it, in float64, without the frozen weights."""
-    from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
+    from vllm.lora.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 
-    layer = object.__new__(FusedMoEWithLoRA)
+    layer = object.__new__(FusedMoE3DWithLoRA if is_3d else FusedMoEWithLoRA)
     nn.Module.__init__(layer)
     layer.tp_size = 1 if is_ep else size
     layer.tp_rank = 0 if is_ep else rank
     layer.moe_config = SimpleNamespace(
         hidden_dim=HIDDEN,
+        is_act_and_mul=True,
         num_experts=EXPERTS,
         num_local_experts=EXPERTS // size if is_ep else EXPERTS,
         intermediate_size_per_partition=INNER if is_ep else INNER // size,
@@ -32,7 +33,8 @@ def _stacks(*, rank: int, size: int, is_ep: bool) -> Any:
     layer.fully_sharded = False
     layer.enable_moe_shared_loras = False
     layer.device = "cpu"
-    layer._w13_slices = 2
+    layer._w13_slices = 1 if is_3d else 2
+    layer._base_model = "Qwen3_5MoeForConditionalGeneration"
     settings = SimpleNamespace(max_lora_rank=SLOT_RANK, lora_dtype=torch.float64)
     layer._create_lora_a_weights(1, settings)
     layer._create_lora_b_weights(1, settings)
@@ -52,11 +54,12 @@ def _matrices() -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
     return [first, second], first[1] @ first[0], second[1] @ second[0]
 
 
+@pytest.mark.parametrize("is_3d", [False, True])
 @pytest.mark.parametrize("size, is_ep", [(1, False), (2, False), (2, True), (4, True)])
-def test_stacks_hold_each_ranks_part_of_what_merging_would_add(size, is_ep):
+def test_stacks_hold_each_ranks_part_of_what_merging_would_add(size, is_ep, is_3d):
     pairs, added_first, added_second = _matrices()
     for rank in range(size):
-        layer = _stacks(rank=rank, size=size, is_ep=is_ep)
+        layer = _stacks(rank=rank, size=size, is_ep=is_ep, is_3d=is_3d)
         load_experts(layer, 0, pairs)
         experts = slice(None)
         inner = slice(None)
@@ -64,9 +67,8 @@ def test_stacks_hold_each_ranks_part_of_what_merging_would_add(size, is_ep):
             experts = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
         else:
             inner = slice(rank * INNER // size, (rank + 1) * INNER // size)
-        gate, up = (
-            (b[0] @ a[0]) for a, b in zip(layer.w13_lora_a_stacked, layer.w13_lora_b_stacked)
-        )
+        first = zip(layer.w13_lora_a_stacked, layer.w13_lora_b_stacked)
+        gate, up = torch.cat([b[0] @ a[0] for a, b in first], dim=1).chunk(2, dim=1)
         torch.testing.assert_close(gate, added_first[experts, :INNER][:, inner])
         torch.testing.assert_close(up, added_first[experts, INNER:][:, inner])
         down = layer.w2_lora_b_stacked[0][0] @ layer.w2_lora_a_stacked[0][0]

@@ -246,7 +246,8 @@ def test_the_dry_run_and_the_planner_say_what_travels(tmp_path):
     [
         ("qwen3_moe", "cpu", None),
         ("qwen3_moe", "cuda", "adapter with a qwen3_moe on CUDA"),
-        ("mixtral", "cpu", "adapter with a mixtral"),
+        ("deepseek_v3", "cpu", "the target model.layers.0.self_attn.kv_b_proj: vLLM's latent"),
+        ("granitemoe", "cpu", "adapter with a granitemoe, a mixture"),
     ],
 )
 def test_mixtures_whose_adapters_vllm_cannot_take_are_refused_by_the_dry_run(

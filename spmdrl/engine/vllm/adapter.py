@@ -9,7 +9,8 @@ without a scale: B is scaled before it is sent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.engine.vllm.expert_adapters import is_of_experts, load_experts, name_experts, stacks
 from spmdrl.engine.vllm.internals import lora_rank, name_in_engine, register_adapter
+from spmdrl.model.blocks import experts_modules
+from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import pair_names, targeted
@@ -34,13 +37,28 @@ def lora_arguments(cfg: Config) -> dict[str, Any]:
     targets = targeted(build_meta_model(cfg.model), form.targets)
     # A parameter of experts is no layer of vLLM's: the layer is the experts' module.
     layers = [n if key == "weight" else n.rpartition(".")[0] for n, (_, key) in targets.items()]
+    names = {name.rpartition(".")[2] for name in layers}
+    if "shared_expert_gate" in names:  # vLLM computes it under this second name
+        names.add("expert_gate")
     return dict(
         enable_lora=True,
         max_loras=1,
         max_cpu_loras=1,
         max_lora_rank=lora_rank(form.rank),
-        lora_target_modules=sorted({name.rpartition(".")[2] for name in layers}),
+        lora_target_modules=sorted(names),
     )
+
+
+def experts_in_files(cfg: Config) -> dict[str, str]:
+    """Return {name of a live module of experts: what files, and so vLLM, call it}."""
+    hf_model = build_meta_model(cfg.model)
+    live = experts_modules(hf_model)
+    found = {}
+    for name, part in file_tensors(hf_model).items():
+        module = part.tensor.rpartition(".")[0]
+        if module in live:  # files may have each expert's matrices by themselves
+            found[module] = re.sub(r"(\.\d+)?\.\w+(\.weight)?$", "", name)
+    return found
 
 
 class AdapterSlot:
@@ -48,15 +66,17 @@ class AdapterSlot:
 
     Args:
         runner: vLLM's model runner, which was built with `lora_arguments`.
+        experts: of `experts_in_files`.
     """
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: Any, experts: Mapping[str, str]):
         self._model = runner.get_model()
+        self._experts = experts
         self.request, self._manager, self._slot = register_adapter(runner)
 
     def memory(self, names: Iterable[str]) -> nn.Module:
         """Return the parameters that matrices of these names are part of; see AdapterEngine."""
-        wanted = {name_in_engine(self._model, name) for name in names}
+        wanted = {self._name(name) for name in names}
         memory = nn.Module()
         for layer, module in self._manager.modules.items():
             if not any(wanted.intersection(pair) for pair in self._pairs(layer)):
@@ -69,7 +89,7 @@ class AdapterSlot:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole matrices by name, as vLLM does for a LoRA from a folder."""
-        tensors = {name_in_engine(self._model, name): tensor for name, tensor in weights}
+        tensors = {self._name(name): tensor for name, tensor in weights}
         for layer, module in self._manager.modules.items():
             pairs = [(tensors.get(a), tensors.get(b)) for a, b in self._pairs(layer)]
             if all(a is None for a, _ in pairs):
@@ -80,6 +100,12 @@ class AdapterSlot:
                 module.set_lora(self._slot, [a for a, _ in pairs], [b for _, b in pairs])
             else:
                 module.set_lora(self._slot, *pairs[0])
+
+    def _name(self, name: str) -> str:
+        module, _, rest = name.rpartition(".")
+        if module in self._experts:
+            name = f"{self._experts[module]}.{rest}"
+        return name_in_engine(self._model, name)
 
     def _pairs(self, layer: str) -> list[tuple[str, str]]:
         """Return the names of A and B of each checkpoint layer that this layer fuses."""

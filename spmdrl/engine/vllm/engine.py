@@ -20,7 +20,7 @@ from spmdrl.config import Config
 from spmdrl.engine.kept_tensors import KeptTensors
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm import internals, patches
-from spmdrl.engine.vllm.adapter import AdapterSlot
+from spmdrl.engine.vllm.adapter import AdapterSlot, experts_in_files
 from spmdrl.engine.vllm.arguments import engine_arguments, with_plain_weights
 from spmdrl.engine.vllm.core_loop import CoreLoop
 from spmdrl.engine.vllm.exact import exact_arguments, share_head
@@ -104,7 +104,7 @@ class VllmEngine:
             # The ranks of a replica must draw the same, and replicas must not.
             self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")
         if cfg.model.lora.pushes_adapter:
-            self._slot = AdapterSlot(self._runner)
+            self._slot = AdapterSlot(self._runner, experts_in_files(cfg))
         is_leader = self.world.inference_tp_rank == 0
         self._outputs = Outputs(self._loop, self._llm, cfg, on_cpu=on_cpu, is_leader=is_leader)
         self._returns_masks = cfg.sampling.truncates and not on_cpu  # see sampling_params

@@ -3,7 +3,7 @@
 Trainers have for each layer A [E, r, in] and B [E, out, r] of `gate_up_proj` and of `down_proj`.
 vLLM's FusedMoEWithLoRA (lora/layers/fused_moe.py, 0.32) has w1 (gate), w3 (up) and w2 (down), each
 [slots, experts of this rank, rank, in] and [slots, experts of this rank, out, rank]. So A of
-`gate_up_proj` stands twice there, and B is halved.
+`gate_up_proj` stands twice there, and B is halved. Its FusedMoE3DWithLoRA has w1 and w3 in one.
 
 Serves vLLM 0.32. Each line has the name here, vLLM's own, and when it can be removed.
 
@@ -22,6 +22,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+ADAPTED_MIXTURES = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5_moe",
+        "flex_olmo",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "hunyuan_v1_moe",
+        "lfm2_moe",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_vl_moe",
+    }
+)
+"""Families (model_type) of which vLLM computed with each kind of adapter what trainers did."""
 
 _STACKS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 
@@ -44,8 +68,8 @@ def load_experts(module: Any, slot: int, pairs: list[tuple[Tensor | None, Tensor
         pairs: A [E, r, in] and B [E, out, r] of gate_up_proj and of down_proj; None for zeros.
     Raises: ValueError for experts that vLLM stacks in another form.
     """
-    if len(module.w13_lora_a_stacked) != 2:
-        raise ValueError("experts without a gate, or with gate and up interleaved, are not mapped")
+    if not module.moe_config.is_act_and_mul:
+        raise ValueError("experts without a gate are not mapped")
     per_rank = module.local_num_experts
     if module.global_num_experts % per_rank:
         raise ValueError(f"{module.global_num_experts} experts are not {per_rank} on each rank")
@@ -55,9 +79,9 @@ def load_experts(module: Any, slot: int, pairs: list[tuple[Tensor | None, Tensor
     )
     first = (slot, slice(None))
     if a13 is not None and b13 is not None:
-        halves = b13.split(b13.shape[1] // 2, dim=1)
+        first_b = b13.chunk(len(module.w13_lora_a_stacked), dim=1)
         for stacked_a, stacked_b, b in zip(
-            module.w13_lora_a_stacked, module.w13_lora_b_stacked, halves
+            module.w13_lora_a_stacked, module.w13_lora_b_stacked, first_b
         ):
             _fill(stacked_a[first], a13)
             _fill(stacked_b[first], module._slice_w13_b(b))

@@ -17,7 +17,8 @@ draft_metrics_of    EngineCoreOutput.spec_decode_metrics (0.32, 0.33)   with cor
 unregistered_tensors  attributes of layers                  once sleep level 2 keeps them
 lora_rank, register_adapter  config.lora, lora_manager     once LoRA weights may be set (0.32, 0.33)
 wake_empties_cache  CuMemAllocator.wake_up                  with 0.24, the last that does not
-name_in_engine      hf_to_vllm_mapper.orig_to_new_prefix    as LoRA weights
+name_in_engine      hf_to_vllm_mapper.orig_to_new_prefix, .orig_to_new_substr
+                                                    as LoRA weights
 moe_layers, num_experts  fused_moe.MoERunner, ModelConfig   once an engine returns its routes
 ask_no_routes       Scheduler.aux_output_connector (0.33)   once a scheduler takes what its rank has
 watch_drafts        RejectionSampler._get_logprobs_tensors (0.32, 0.33, CPU alone)
@@ -320,9 +321,14 @@ def register_adapter(runner: Any) -> tuple[Any, Any, int]:
 
 def name_in_engine(model: nn.Module, name: str) -> str:
     """Return what vLLM's class for a model calls the tensor that files call `name`: models with a
-    vision tower nest their parts in another order."""
+    vision tower nest their parts in another order, and GPT-OSS's attention has another name."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    for prefix, own in mapper.orig_to_new_prefix.items() if mapper else ():
+    if mapper is None:
+        return name
+    for part, own in mapper.orig_to_new_substr.items():
+        if own is not None:
+            name = name.replace(part, own, 1)
+    for prefix, own in mapper.orig_to_new_prefix.items():
         if own is not None and name.startswith(prefix):
             name = name.replace(prefix, own, 1)
     return name
