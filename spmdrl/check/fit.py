@@ -27,17 +27,21 @@ from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.reader import CheckpointReader, check_files, has_weights, instead, some
 from spmdrl.model.head import check_fused_head
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
+from spmdrl.model.lora.expert_adapters import adaptable
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.layers import adapted_weights, lora_form
+from spmdrl.model.lora.quantised_base import BLOCK
 from spmdrl.model.lora.targets import (
     LoraForm,
     adapter_shapes,
     has_embedding,
+    is_linear,
     largest_rank,
     targeted,
 )
 from spmdrl.model.model_shape import ModelCounts, counts_of
 from spmdrl.model.parallel.recompute import check_offload
+from spmdrl.model.parallel.tp_plan import tp_styles
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
 from spmdrl.model.scorer import head_form
 from spmdrl.model.transformers_internals import check_liger, rewritten_on_loading
@@ -452,12 +456,8 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
     without an adapter of this model, or why engines cannot apply them."""
     if not cfg.model.lora.is_on:
         return
-    if cfg.model.lora.quantises and counts.experts:
-        yield (
-            f"model.lora.base: {cfg.model.lora.base} with a {counts.model_type}, a mixture: "
-            "experts, which are most of its weights, are not quantised; take full (model.path "
-            f"{cfg.model.path})"
-        )
+    if cfg.model.lora.quantises:
+        yield from _base_problems(cfg, hf_model, counts=counts)
     form, error = attempt(lambda: _form_of(cfg, hf_model))
     if form is None:
         yield str(error)
@@ -496,6 +496,30 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
             f"model.lora.push: adapter with a {counts.model_type} on CUDA, where vLLM may compute "
             "experts with LoRA from shuffled weights (TrtLlmBf16LoRAExperts), which none could "
             f"write in place; take merged (model.path {cfg.model.path})"
+        )
+
+
+def _base_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> Iterator[str]:
+    """Yield why the policy's weights cannot be quantised, or not be split so."""
+    base = f"model.lora.base: {cfg.model.lora.base} with"
+    at = f"(model.path {cfg.model.path})"
+    experts = experts_modules(hf_model)
+    if counts.experts and not (experts and all(map(adaptable, experts.values()))):
+        yield (
+            f"{base} a {counts.model_type}, whose experts are not stored as [experts, out, in]: "
+            f"they are most of its weights, and would not be quantised; take full {at}"
+        )
+    tp = cfg.layout.tp
+    styles, _ = attempt(lambda: tp_styles(hf_model)) if tp > 1 else ({}, None)
+    cut = {
+        name: module.in_features
+        for name, style in (styles or {}).items()
+        if style.startswith("rowwise") and is_linear(module := hf_model.get_submodule(name))
+    }
+    if uneven := [name for name, columns in cut.items() if columns % (BLOCK * tp)]:
+        yield (
+            f"{base} layout.tp {tp}, which cuts the {cut[uneven[0]]} columns of {uneven[0]} within "
+            f"blocks of {BLOCK}; take a tp for which {BLOCK} * tp divides the columns, or full {at}"
         )
 
 

@@ -119,12 +119,12 @@ class LoraSettings:
     """Folder of an adapter in PEFT's format to start from, which decides all of these but push and
     base."""
     base: Literal["full", "nf4", "int8"] = "full"
-    """How the trainers hold the frozen weights of the blocks' linear layers: `full`, in
+    """How the trainers hold the frozen weights of the blocks' linear layers and experts: `full`, in
     compute_dtype; `nf4`, in 4.5 bits per element (QLoRA, arXiv 2305.14314); `int8`, in 8.5.
-    Engines get the dequantised weights. Not for mixtures, and not with layout.tp (docs/lora.md)."""
+    Engines get the dequantised weights (docs/lora.md)."""
     push: Literal["merged", "adapter"] = "merged"
     """`merged` sends engines the weights with the adapters merged at each step; `adapter` sends the
-    weights once and A and B at each step, and vLLM applies them (not for mixtures)."""
+    weights once and A and B at each step, and vLLM applies them (mixtures: docs/moe.md)."""
 
     @property
     def is_on(self) -> bool:

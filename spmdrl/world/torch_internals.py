@@ -165,16 +165,17 @@ def sharded_like(whole: DTensor, local: Tensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def sharded_rows_like(whole: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor with the rows of `whole`, which is sharded by rows, and other columns.
+def sharded_rows_like(whole: Tensor, local: Tensor, *, columns: int) -> Tensor:
+    """Return a tensor that is sharded like `whole` and has another last dim.
 
     Args:
-        whole: a DTensor, or a plain tensor. local: [rows of this rank, columns].
+        whole: a DTensor, or a plain tensor. local: [.., columns], this rank's part.
+        columns: of all ranks.
     """
     if not isinstance(whole, DTensor):
         return local
-    shape = torch.Size((whole.shape[0], local.shape[1]))
-    meta = TensorMeta(shape, (local.shape[1], 1), local.dtype)
+    shape = torch.Size((*whole.shape[:-1], columns))
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 

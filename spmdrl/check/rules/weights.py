@@ -159,13 +159,6 @@ WEIGHTS: list[Rule] = [
         "not built",
     ),
     Rule(
-        ("model.lora.base", "layout.tp"),
-        lambda cfg: cfg.model.lora.quantises and cfg.layout.tp > 1,
-        "quantised weights are sharded by rows alone",
-        "take full, or set layout.tp to 1: FSDP2 gathers the quantised bytes",
-        "not built",
-    ),
-    Rule(
         ("model.lora.base", "engine.exact"),
         lambda cfg: cfg.model.lora.quantises and cfg.engine.exact,
         "exact layers multiply by merged weights, which are not kept quantised",

@@ -74,19 +74,24 @@ def compute_experts(
     """Compute a layer's experts as transformers does, with their adapters if there are some.
 
     Args:
-        experts: a module of experts, or an object with its attributes.
+        experts: a module of experts, or an object with its attributes. Its `product`, if it has
+            one, is `grouped_linear` for weights that are stored in another form.
         hidden_states: [T, H]. top_k_index, top_k_weights: [T, K].
         plain: computes them without adapters; None for transformers' grouped products.
     Returns: [T, H].
     """
     inputs = (hidden_states, top_k_index, top_k_weights)
-    adapters = getattr(experts, "adapters", None)
-    if adapters is not None and adapters.is_on:
-        return _with_adapters(experts, *inputs)
+    if _is_adapted(experts) or hasattr(experts, "product"):
+        return _own_experts(experts, *inputs)
     return plain(*inputs) if plain else grouped_experts(experts, *inputs)
 
 
-def _with_adapters(
+def _is_adapted(experts: Any) -> bool:
+    adapters = getattr(experts, "adapters", None)
+    return adapters is not None and adapters.is_on
+
+
+def _own_experts(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Compute as `grouped_experts` does: if B is zero, the results are bit-identical."""
@@ -116,9 +121,10 @@ def _without(is_empty: Tensor | None, rows: Tensor) -> Tensor:
 def _linear(experts: Any, key: str, x: Tensor, *, ids: Tensor, offsets: Tensor) -> Tensor:
     """Return W x plus the adapter's output, [S, out], for x [S, in] sorted by expert `ids`."""
     bias = getattr(experts, f"{key}_bias")[ids] if experts.has_bias else None
-    out = grouped_linear(x, getattr(experts, key), offsets, bias=bias)
+    product = getattr(experts, "product", grouped_linear)
+    out = product(x, getattr(experts, key), offsets, bias=bias)
     a = getattr(experts, f"{key}_lora_A", None)
-    if a is None:
+    if a is None or not _is_adapted(experts):
         return out
     b = getattr(experts, f"{key}_lora_B")
     filling = -a.shape[1] % _ALIGN

@@ -1,9 +1,10 @@
 """A frozen base under adapters in 4 or 8 bits.
 
-The weights of all linear layers of the language model's blocks are stored in blocks of 64 elements
-of a row: codes and one float32 scale. A layer's parameter has the same name as before and is uint8,
-so that FSDP2 shards and gathers it as it is. A layer dequantises it to the compute dtype in the
-forward pass and again in the backward pass. Embedding, norms and head stay in the compute dtype.
+The weights of all linear layers and experts of the language model's blocks are stored in blocks of
+64 elements of a row: codes and one float32 scale. A parameter has the same name as before and is
+uint8, so that it is sharded and gathered as it is. A layer dequantises it to the compute dtype in
+the forward pass and again in the backward pass. Embedding, norms and head stay in the compute
+dtype.
 
 nf4: 4-bit NormalFloat (QLoRA, arXiv 2305.14314, section 3 and appendix E), as bitsandbytes has it
 without double quantisation. 4.5 bits per element. int8: the nearest of -127 .. 127 times the scale.
@@ -23,11 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.model.blocks import blocks
+from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import read_tensors
+from spmdrl.model.lora.expert_adapters import adaptable, compute_experts
 from spmdrl.model.lora.targets import is_linear
 from spmdrl.model.tensor_parts import Box, Delta, Part, held_boxes, local_part, view_of
+from spmdrl.model.transformers_internals import grouped_linear
 from spmdrl.world.torch_internals import sharded_rows_like
 
 log = logging.getLogger(__name__)
@@ -95,9 +98,10 @@ class BaseForm:
 
     @torch.no_grad()
     def quantise(self, values: Tensor) -> Tensor:
-        """Return [rows, row_bytes] uint8 for [rows, columns] float32; each block by itself."""
-        rows = max(1, _AT_ONCE // max(1, values.shape[1]))
-        return torch.cat([self._quantise(part) for part in values.split(rows)])
+        """Return [.., row_bytes] uint8 for [.., columns] float32; each block by itself."""
+        rows = max(1, _AT_ONCE // max(1, values.shape[-1]))
+        parts = values.flatten(0, -2).split(rows)
+        return torch.cat([self._quantise(part) for part in parts]).view(*values.shape[:-1], -1)
 
     def _quantise(self, values: Tensor) -> Tensor:
         padded = F.pad(values, (0, -values.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
@@ -115,37 +119,40 @@ class BaseForm:
         return torch.cat([codes, scales.view(torch.uint8)], dim=-1).flatten(1)
 
     def dequantise(self, packed: Tensor, columns: int) -> Tensor:
-        """Return [rows, columns] of the compute dtype for [rows, row_bytes(columns)] uint8.
+        """Return [.., columns] of the compute dtype for [.., row_bytes(columns)] uint8.
 
         Values times scales are float32 and then rounded.
         """
-        stored = packed.unflatten(1, (-1, self.block_bytes))
+        stored = packed.unflatten(-1, (-1, self.block_bytes))
         codes = stored[..., :-_SCALE_BYTES]
         scales = stored[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
         if self.kind == "int8":
             values = codes.view(torch.int8).float()
         else:
-            values = F.embedding(codes.int(), _pairs(packed.device)).flatten(2)
+            values = F.embedding(codes.int(), _pairs(packed.device)).flatten(-2)
         values *= scales
-        return values.flatten(1)[:, :columns].to(self.dtype)
+        return values.flatten(-2)[..., :columns].to(self.dtype)
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return what layers compute with in place of [rows, columns] float32 values."""
-        return self.dequantise(self.quantise(values), values.shape[1])
+        """Return what layers compute with in place of [.., columns] float32 values."""
+        return self.dequantise(self.quantise(values), values.shape[-1])
 
 
-def base_layers(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: layer} of the linear layers of the language model's blocks."""
+def base_weights(hf_model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return {name: (module, its parameter)} of what is quantised: the weights of the linear layers
+    and experts of the language model's blocks."""
     inside = {id(m) for block in blocks(hf_model).values() for m in block.modules()}
-    return {
-        name: module
-        for name, module in hf_model.named_modules()
-        if id(module) in inside and is_linear(module)
-    }
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for name, module in hf_model.named_modules():
+        if id(module) in inside and is_linear(module):
+            found[f"{name}.weight"] = (module, "weight")
+    for name, module in experts_modules(hf_model).items():
+        found |= {f"{name}.{key}": (module, key) for key in adaptable(module)}
+    return found
 
 
 class QuantisedBase:
-    """The linear layers of one model's blocks, with quantised weights.
+    """The linear layers and experts of one model's blocks, with quantised weights.
 
     Args:
         hf_model: a transformers model on the meta device, before adapters are added: its layers
@@ -155,11 +162,19 @@ class QuantisedBase:
 
     def __init__(self, hf_model: nn.Module, form: BaseForm):
         self.form = form
-        self._layers = {f"{name}.weight": layer for name, layer in base_layers(hf_model).items()}
-        self._columns = {name: int(layer.in_features) for name, layer in self._layers.items()}
+        self._places = base_weights(hf_model)
+        self._columns = {
+            name: int(getattr(module, key).shape[-1])
+            for name, (module, key) in self._places.items()
+        }
         self._stand_ins: dict[str, Tensor] = {}
-        for layer in self._layers.values():
-            layer.forward = partial(_forward, layer, form)
+        for module, key in self._places.values():
+            if key == "weight":
+                module.product = partial(_product, form)
+                module.forward = partial(_forward, module)
+            else:
+                module.product = partial(_expert_product, form)
+                module.forward = partial(compute_experts, module)
 
     @property
     def names(self) -> list[str]:
@@ -167,13 +182,13 @@ class QuantisedBase:
         return list(self._columns)
 
     def pack(self) -> None:
-        """Replace the layers' weights by uint8 parameters, [out, row_bytes], on the meta device."""
-        for layer in self._layers.values():
-            rows, columns = layer.weight.shape
+        """Replace the weights by uint8 parameters, [.., row_bytes], on the meta device."""
+        for module, key in self._places.values():
+            *rows, columns = getattr(module, key).shape
             packed = torch.empty(
-                rows, self.form.row_bytes(columns), dtype=torch.uint8, device="meta"
+                *rows, self.form.row_bytes(columns), dtype=torch.uint8, device="meta"
             )
-            layer.weight = nn.Parameter(packed, requires_grad=False)
+            setattr(module, key, nn.Parameter(packed, requires_grad=False))
 
     @torch.no_grad()
     def load(
@@ -195,21 +210,25 @@ class QuantisedBase:
         total = torch.zeros((), dtype=torch.float64)
         for name, columns in self._columns.items():
             packed = local_part(shards[name])
-            values = torch.empty(packed.shape[0], columns, device=packed.device)
-            read_tensors(
-                reader, {name: sharded_rows_like(shards[name], values)}, parts, copies=copies
-            )
+            here = self._columns_here(name, packed)
+            values = torch.empty(*packed.shape[:-1], here, device=packed.device)
+            sharded = sharded_rows_like(shards[name], values, columns=columns)
+            read_tensors(reader, {name: sharded}, parts, copies=copies)
             packed.copy_(self.form.quantise(values))
-            wrong = self.form.dequantise(packed, columns).float() - values
+            wrong = self.form.dequantise(packed, here).float() - values
             error += wrong.square().sum(dtype=torch.float64).cpu()
             total += values.square().sum(dtype=torch.float64).cpu()
         log.info(
-            "lora: the weights of %d linear layers are %s; root mean square of the error, by that "
+            "lora: the weights of %d layers are %s; root mean square of the error, by that "
             "of this rank's weights: %.4f",
             len(self._columns),
             self.form.kind,
             float((error / total).sqrt()) if total else 0.0,
         )
+
+    def _columns_here(self, name: str, packed: Tensor) -> int:
+        """Return this rank's columns: tp splits rows of a multiple of its ranks' blocks alone."""
+        return min(self._columns[name], packed.shape[-1] // self.form.block_bytes * BLOCK)
 
     def stand_ins(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return {name: zeros in a weight's shape and sharding, in no memory}.
@@ -223,8 +242,8 @@ class QuantisedBase:
             for name, columns in self._columns.items():
                 local = local_part(shards[name])
                 zero = torch.zeros((), dtype=self.form.dtype, device=local.device)
-                zeros = zero.expand(local.shape[0], columns)
-                self._stand_ins[name] = sharded_rows_like(shards[name], zeros)
+                zeros = zero.expand(*local.shape[:-1], self._columns_here(name, local))
+                self._stand_ins[name] = sharded_rows_like(shards[name], zeros, columns=columns)
         return self._stand_ins
 
     def values(self, shards: Mapping[str, Tensor], deltas: Mapping[str, Delta]) -> dict[str, Delta]:
@@ -238,12 +257,14 @@ class QuantisedBase:
     def _value(
         self, name: str, held: Sequence[tuple[Box, Tensor]], delta: Delta | None, box: Box
     ) -> Tensor:
-        first = box.start[1] // BLOCK
-        end = math.ceil((box.start[1] + box.shape[1]) / BLOCK)
+        *rows, start = box.start
+        *sizes, length = box.shape
+        first = start // BLOCK
+        end = math.ceil((start + length) / BLOCK)
         size = self.form.block_bytes
-        stored = Box((box.start[0], first * size), (box.shape[0], (end - first) * size))
+        stored = Box((*rows, first * size), (*sizes, (end - first) * size))
         whole = self.form.dequantise(view_of(stored, held, name=name), (end - first) * BLOCK)
-        value = whole.narrow(1, box.start[1] - first * BLOCK, box.shape[1])
+        value = whole.narrow(-1, start - first * BLOCK, length)
         return value if delta is None else value + delta(box)
 
 
@@ -263,5 +284,33 @@ class _DequantisedProduct(torch.autograd.Function):
         return grad @ ctx.form.dequantise(packed, ctx.columns), None, None, None
 
 
-def _forward(layer: Any, form: BaseForm, x: Tensor) -> Tensor:
-    return _DequantisedProduct.apply(x, layer.weight, layer.bias, form)
+def _product(form: BaseForm, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return _DequantisedProduct.apply(x, packed, bias, form)
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    return layer.product(x, layer.weight, layer.bias)
+
+
+class _DequantisedExperts(torch.autograd.Function):
+    """W x of each row's expert, with all W of this rank dequantised in each pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, offsets: Tensor, form: BaseForm) -> Tensor:
+        ctx.save_for_backward(packed, offsets)
+        ctx.form = form
+        ctx.columns = x.shape[-1]
+        return grouped_linear(x, form.dequantise(packed, ctx.columns), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        packed, offsets = ctx.saved_tensors
+        weight = ctx.form.dequantise(packed, ctx.columns)
+        return grouped_linear(grad.contiguous(), weight.mT, offsets), None, None, None
+
+
+def _expert_product(
+    form: BaseForm, x: Tensor, packed: Tensor, offsets: Tensor, *, bias: Tensor | None
+) -> Tensor:
+    out = _DequantisedExperts.apply(x, packed, offsets, form)
+    return out if bias is None else out + bias

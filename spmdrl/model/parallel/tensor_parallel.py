@@ -158,12 +158,17 @@ def _shard_adapter(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh
     return {f"{name}.{whole}.weight"}
 
 
+def _product(module: nn.Linear) -> Callable[..., Tensor]:
+    """Return what multiplies by a layer's weight, which may be stored in another form."""
+    return getattr(module, "product", F.linear)
+
+
 def _colwise(
     module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, gathers: bool, enter: Exchange
 ) -> Tensor:
     bias = None if module.bias is None else module.bias.to_local()
     x = enter(x, group)
-    out = plus_adapter(module, F.linear(x, module.weight.to_local(), bias), x=x)
+    out = plus_adapter(module, _product(module)(x, module.weight.to_local(), bias), x=x)
     return gather_last(out, group) if gathers else out
 
 
@@ -171,7 +176,7 @@ def _rowwise(
     module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, splits: bool, leave: Exchange
 ) -> Tensor:
     x = _split(x, group) if splits else x
-    out = plus_adapter(module, F.linear(x, module.weight.to_local()), x=x)
+    out = plus_adapter(module, _product(module)(x, module.weight.to_local(), None), x=x)
     out = leave(out, group)
     # After the sum: if every rank added the bias before, the sum would have it R times.
     return out if module.bias is None else out + module.bias

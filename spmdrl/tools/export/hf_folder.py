@@ -28,7 +28,7 @@ from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.quantised import QUANTISATION_KEYS
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
-from spmdrl.model.lora.quantised_base import base_layers
+from spmdrl.model.lora.quantised_base import base_weights
 from spmdrl.model.tensor_parts import Box, Part, narrow
 from spmdrl.run_folder import write_file
 from spmdrl.tools.export.weights import MergedWeights, SavedWeights
@@ -147,8 +147,8 @@ def write_folder(
         weights: SavedWeights | MergedWeights = saved
         if saved.has_adapters:
             base = model_folder(model.path)
-            layers = base_layers(hf_model)
-            weights = MergedWeights(saved, base, parts, layers=layers, part=model.part)
+            own = base_weights(hf_model)
+            weights = MergedWeights(saved, base, parts, quantisable=own, part=model.part)
         rest = None
         if model.part != "all":
             rest = CheckpointReader(model_folder(model.path), part=model.part)

@@ -76,7 +76,7 @@ class MergedWeights:
         saved: a checkpoint of adapters.
         base: folder of the weights that they were trained on.
         parts: {name in its files: part of a live tensor}.
-        layers: names of the linear layers that a run may quantise, see base_layers.
+        quantisable: names of the weights that a run may quantise, see base_weights.
         part: model.part.
     Raises: Refusal when `base` has other weights.
     """
@@ -87,7 +87,7 @@ class MergedWeights:
         base: Path,
         parts: Mapping[str, Part],
         *,
-        layers: Collection[str],
+        quantisable: Collection[str],
         part: str = "all",
     ):
         self._saved = saved
@@ -101,7 +101,7 @@ class MergedWeights:
             )
         numbers = (int(saved.record(name)) for name in ("base_bits", "base_dtype"))
         self._form = BaseForm.of_numbers(*numbers)
-        self._quantised = {f"{name}.weight" for name in layers} if self._form else set()
+        self._quantised = quantisable if self._form else ()
         self.dtypes = {part.tensor: torch.float32 for part in parts.values()}
         """{name: dtype} of every live tensor."""
 

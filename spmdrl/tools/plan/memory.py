@@ -87,33 +87,43 @@ def shards_numel(shape: ModelShape, axes: Axes, *, index: int = 0) -> int:
 def policy_bytes(run: Run, axes: Axes) -> int:
     """Return the bytes of the policy's weights that a rank holds, if adapters train."""
     number = sum(
-        count * block_bytes(run, block.weights, lambda weight: shard_numel(weight, axes))
+        count * block_bytes(run, block, lambda weight: shard_numel(weight, axes))
         for block, count in run.shape.kinds
     )
     return number + run.kernels.compute_bytes * _sharded(run.shape.root, axes)
 
 
-def block_bytes(run: Run, weights: Iterable[Weight], numel: Callable[[Weight], int]) -> int:
+def block_bytes(run: Run, block: Block, numel: Callable[[Weight], int]) -> int:
     """Return the bytes of a block's weights in the compute dtype, or quantised.
 
     Args:
         numel: returns how many elements of a weight to count: whole rows.
     """
     total = 0
-    for weight in weights:
-        if run.base and len(weight.shape) == 2:
-            columns = weight.shape[1]
+    for weight in block.weights:
+        if run.base and _is_quantisable(weight, block):
+            columns = weight.shape[-1]
             total += numel(weight) // columns * run.base.row_bytes(columns)
         else:
             total += numel(weight) * run.kernels.compute_bytes
     return total
 
 
-def dequantised_bytes(run: Run) -> int:
-    """Return the bytes of the largest weight while it is dequantised; 0 if none is."""
+def _is_quantisable(weight: Weight, block: Block) -> bool:
+    """Return whether model.lora.base stores a weight: of linear layers and experts, not routers."""
+    return len(weight.shape) == 3 if weight.is_expert else _is_matrix(weight, block)
+
+
+def dequantised_bytes(run: Run, axes: Axes) -> int:
+    """Return the bytes of the largest weight while a rank dequantises it; 0 if none is."""
     if not run.base:
         return 0
-    most = max(w.numel for b, _ in run.shape.kinds for w in b.weights if len(w.shape) == 2)
+    most = max(
+        math.prod(local_shape(weight, axes)[0])
+        for block, _ in run.shape.kinds
+        for weight in block.weights
+        if _is_quantisable(weight, block)
+    )
     # The product of codes and scales is float32. Before it codes are int32, one for two of nf4,
     # and after it comes the compute dtype.
     half = 2 if run.base.kind == "nf4" or run.kernels.compute_bytes == 2 else 0
@@ -130,11 +140,12 @@ def expert_shards_numel(shape: ModelShape, axes: Axes) -> int:
 def muon_numel(shape: ModelShape, axes: Axes) -> int:
     """Return how many of these elements Muon trains: linear layers without routers."""
 
-    def is_matrix(weight: Weight, block: Block) -> bool:
-        is_router = block.experts and weight.shape[0] == block.experts.count
-        return len(weight.shape) == 2 and not is_router
+    return _blocks_numel(shape, axes, _is_matrix)
 
-    return _blocks_numel(shape, axes, is_matrix)
+
+def _is_matrix(weight: Weight, block: Block) -> bool:
+    is_router = block.experts and weight.shape[0] == block.experts.count
+    return len(weight.shape) == 2 and not is_router
 
 
 def _blocks_numel(shape: ModelShape, axes: Axes, is_chosen: Callable[[Weight, Block], bool]) -> int:

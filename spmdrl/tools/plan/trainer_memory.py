@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -178,14 +177,18 @@ def _largest(shape: ModelShape, axes: Axes) -> int:
     return max(gathered_numel(block.weights, axes) for block, _ in shape.kinds)
 
 
-def _whole_bytes(run: Run, weights: Iterable[Weight], axes: Axes) -> int:
+def _whole_bytes(run: Run, block: Block, axes: Axes) -> int:
     """Return the bytes of a block's weights when they are gathered."""
-    return block_bytes(run, weights, lambda weight: gathered_numel([weight], axes))
+    return block_bytes(run, block, lambda weight: gathered_numel([weight], axes))
 
 
 def _sharded_bytes(run: Run, block: Block, axes: Axes) -> int:
     """Return the bytes of a block's sharded tensors when they are gathered."""
-    return _whole_bytes(run, [w for w in block.weights if local_shape(w, axes)[1] > 1], axes)
+
+    def numel(weight: Weight) -> int:
+        return gathered_numel([weight], axes) if local_shape(weight, axes)[1] > 1 else 0
+
+    return block_bytes(run, block, numel)
 
 
 def _gathered_bytes(run: Run, axes: Axes) -> int:
@@ -197,7 +200,7 @@ def _gathered_bytes(run: Run, axes: Axes) -> int:
     shape = run.shape
     total = gathered_numel(shape.root, axes) * run.kernels.compute_bytes
     for block, count in shape.kinds:
-        total += count * _whole_bytes(run, block.weights, axes)
+        total += count * _whole_bytes(run, block, axes)
         if run.cfg.model.memory.reshard != "never":
             total -= count * _sharded_bytes(run, block, axes)
     return total
@@ -262,7 +265,7 @@ def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> di
         "head": head,
         "gathered by FSDP": gathered,
         "gradients in reduction": reduced,
-        "dequantised": dequantised_bytes(run),
+        "dequantised": dequantised_bytes(run, axes),
     }
 
 
