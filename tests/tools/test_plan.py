@@ -585,7 +585,7 @@ def test_the_best_layout_fits_and_none_that_fits_is_faster(shapes):
 
 
 def test_the_page_shows_what_the_commands_print():
-    found = examples((ROOT / "docs" / "planning.md").read_text())
+    found = examples((ROOT / "docs" / "plans.md").read_text())
     assert len(found) == 11
     for command, shown in (found[0], found[-1]):
-        assert output(command) == shown, "run `python -m spmdrl plan_examples docs/planning.md`"
+        assert output(command) == shown, "run `python -m spmdrl plan_examples docs/plans.md`"

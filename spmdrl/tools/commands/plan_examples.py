@@ -1,6 +1,6 @@
 """Run the commands of a page's worked examples, and put in what they print.
 
-    python -m spmdrl plan_examples docs/planning.md configs/gpu_*.yaml
+    python -m spmdrl plan_examples docs/plans.md configs/gpu_*.yaml
 
 In Markdown an example is a fenced block that begins with `$ python -m spmdrl plan`; in a config it
 is such a line of a comment, `#     $ ...`, and the comment's lines of that depth below it.
