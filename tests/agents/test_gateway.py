@@ -395,7 +395,9 @@ def test_a_flood_fails_its_own_episode_alone(leader, episode):
         try:
             async with client.post(url, json={"messages": QUESTION}) as answer:
                 return answer.status
-        except aiohttp.ClientOSError:  # refused by its header, while its body is on the way
+        except aiohttp.ClientConnectionError:
+            # Refused by its header, while its body is on the way. Or closed before a slow
+            # machine read it: of 500 connections most count as idle.
             return 429
 
     async def flood():
@@ -408,7 +410,7 @@ def test_a_flood_fails_its_own_episode_alone(leader, episode):
     assert len(leader.asks) - asked == 64
     assert is_served(leader, episode)
     state = httpx.get(leader.gateway.address + "/episode", headers=own).json()
-    assert state["requests"] == 500
+    assert 64 < state["requests"] <= 500
     assert "more than rollout.agent_max_requests = 64 answers" in state["fault"]
 
 
