@@ -201,7 +201,7 @@ _ADVICE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "generate",
         _is_split,
-        "more ranks that sample (layout.world_size {cfg.layout.world_size}, "
+        "more ranks that sample (now layout.world_size is {cfg.layout.world_size} and "
         "layout.trainer_ranks {cfg.layout.trainer_ranks})",
     ),
     ("generate", _has_rounds, "engine.max_num_seqs above {cfg.engine.max_num_seqs}"),
@@ -227,7 +227,7 @@ _ADVICE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "update",
         _is_split,
-        "more ranks that train (layout.world_size {cfg.layout.world_size}, "
+        "more ranks that train (now layout.world_size is {cfg.layout.world_size} and "
         "layout.trainer_ranks {cfg.layout.trainer_ranks})",
     ),
     (
