@@ -168,11 +168,13 @@ def mesh_map(cfg: Config, *, shows_all: bool = True) -> dict[str, str]:
     trainers = trainer_ranks(cfg)
     engines = inference_ranks(cfg)
     shape = mesh_shape(cfg)
-    itp = axes.inference_tp
+    tp = axes.inference_tp
+    dp = axes.inference_dp
     at = list(itertools.product(*map(range, shape)))  # of each trainer, in order
+    parts = f" x dp {dp}" if dp > 1 else ""
     pairs = {
         "trainer mesh": " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape)),
-        "inference mesh": f"replica {axes.replicas} x tp {itp}" if engines else "none",
+        "inference mesh": f"replica {axes.replicas}{parts} x tp {tp}" if engines else "none",
     }
     for rank in range(axes.world_size) if shows_all or axes.world_size <= _FEW_RANKS else ():
         roles = []
@@ -180,7 +182,8 @@ def mesh_map(cfg: Config, *, shows_all: bool = True) -> dict[str, str]:
             roles.append("trains    " + " ".join(f"{a}={i}" for a, i in zip(MESH_AXES, at[rank])))
         if rank in engines:
             i = engines.index(rank)
-            roles.append(f"generates replica={i // itp} tp={i % itp}")
+            part = f" dp={i // tp % dp}" if dp > 1 else ""
+            roles.append(f"generates replica={i // (dp * tp)}{part} tp={i % tp}")
         pairs[f"rank {rank}"] = "; ".join(roles)
     return pairs
 
@@ -210,7 +213,9 @@ def stream_size(cfg: Config) -> dict[str, str]:
     if not inference_ranks(cfg):
         return pairs
     item = getattr(torch, cfg.engine.dtype).itemsize
-    into_each = count * item // cfg.layout.inference_tp
+    experts = sum(shape.numel() for name, shape in shapes.items() if ".experts." in name)
+    into_each = (count - experts + experts // cfg.layout.inference_dp) * item
+    into_each //= cfg.layout.inference_tp
     pairs["bytes per push"] = (
         f"{count:,} * {item} = {count * item:,} out of the trainers, "
         f"about {into_each:,} into each engine rank"

@@ -254,7 +254,7 @@ def _no_step(cfg: Config) -> str:
     if (replicas := axes_of(cfg).replicas) > 1:
         return (
             f"each of {replicas} engine replicas has a share of one; set rewards.scope to group, "
-            "or have one replica (layout.inference_tp)"
+            "or have one replica (layout.inference_tp, inference_dp)"
         )
     if cfg.rollout.schedule.dynamic:
         return (

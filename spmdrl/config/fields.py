@@ -67,7 +67,12 @@ class LayoutSettings:
     and norms alone, tokens are sharded between these (sequence parallelism); if not, a log line
     says so. Experts are not split: each rank sends its tokens to them, see ep."""
     inference_tp: Ranks = 1
-    """Tensor-parallel ranks of one engine replica. Replicas = inference ranks / this."""
+    """Tensor-parallel ranks of an engine. A replica has inference_tp * inference_dp ranks, so
+    replicas = inference ranks / these."""
+    inference_dp: Ranks = 1
+    """Data-parallel attention inside an engine replica, for mixtures of experts in vLLM: each of
+    these parts has attention and KV cache of its own, for its share of the replica's requests, and
+    all ranks of the replica share the experts. Needs engine.options.enable_expert_parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live. `auto` takes CUDA when this machine has it."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -84,6 +89,11 @@ class LayoutSettings:
     def roles(self) -> Placement:
         """Return which ranks have which role under `placement`."""
         return PLACEMENTS[self.placement]
+
+    @property
+    def replica_ranks(self) -> int:
+        """Return the number of ranks of one engine replica."""
+        return self.inference_tp * self.inference_dp
 
 
 @dataclass(frozen=True)

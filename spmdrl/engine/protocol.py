@@ -151,7 +151,7 @@ def check_masks(masks: SamplingMasks | None, tokens: Tensor, *, key: str) -> Sam
 class EngineProtocol(Protocol):
     """A replica's engine as one of its ranks sees it. On ranks that do not generate it is empty.
 
-    Every tensor-parallel rank of a replica must make the same calls in the same order. What an
+    Every rank of a replica must make the same calls in the same order. What an
     engine can do is known before it is built: see config/engine_traits.py.
     """
 

@@ -192,7 +192,7 @@ def _is_split(cfg: Config) -> bool:
 
 def _has_rounds(cfg: Config) -> bool:
     """Return whether a replica has more sequences of a step than its engine draws at once."""
-    replicas = len(inference_ranks(cfg)) // cfg.layout.inference_tp
+    replicas = len(inference_ranks(cfg)) // cfg.layout.replica_ranks
     sequences = cfg.batch.prompts_per_step * cfg.sequences_per_row
     return sequences > replicas * cfg.engine.max_num_seqs
 

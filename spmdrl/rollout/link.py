@@ -1,4 +1,4 @@
-"""Messages from an engine replica's leader to its other tensor-parallel ranks: one per engine step.
+"""Messages from an engine replica's leader to its other ranks: one per engine step.
 
 Only the leader knows rewards, answers of environments and whether the trainers are ready. It
 decides which requests enter the engine, and the other ranks add exactly the same ones.
@@ -34,7 +34,7 @@ class Link:
 
     def __init__(self, world: World):
         self.world = world
-        self._has_followers = world.cfg.layout.inference_tp > 1
+        self._has_followers = world.cfg.layout.replica_ranks > 1
         self._count = 0  # messages so far; a part of each mark, so that no message can be replayed
         self._items = ItemCodec()
 

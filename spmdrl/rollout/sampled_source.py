@@ -61,8 +61,7 @@ def group_hints(cfg: Config, scopes: Sequence[Scope]) -> list[str]:
 class SampledSource(Source):
     """Samples prompts on this rank's engine replica and scores them with its leader's workers.
 
-    Only the leader has the groups. The replica's other tensor-parallel ranks repeat each engine
-    step.
+    Only the leader has the groups. The replica's other ranks repeat each engine step.
 
     Raises (on construction): Refusal for data, reward functions or an environment that cannot
         be used.
@@ -79,7 +78,7 @@ class SampledSource(Source):
         self._version = -1  # version of the weights at the last call of `generate`
         self._was_saved = False  # since that call
         self._finished: int | None = None  # version with which nothing is left to generate
-        if world.inference_tp_rank != 0:
+        if world.replica_rank != 0:
             return
         self._gateway = self._start_gateway()
         environ = {}

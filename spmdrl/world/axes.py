@@ -23,6 +23,7 @@ class Axes:
     tp: int = 1
     ep: int = 1
     inference_tp: int = 1
+    inference_dp: int = 1
 
     @property
     def fsdp(self) -> int:
@@ -57,7 +58,12 @@ class Axes:
     @property
     def replicas(self) -> int:
         """Engine replicas."""
-        return self.engines // self.inference_tp
+        return self.engines // self.replica_ranks
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks of one engine replica."""
+        return self.inference_tp * self.inference_dp
 
     def span(self, axis: str) -> int:
         """Return how many consecutive ranks a group of an axis spans. tp is innermost, then cp,
@@ -87,7 +93,10 @@ def rank_problems(axes: Axes, *, engine_kind: str) -> Iterator[str]:
     """
     trainers = axes.trainers
     engines = axes.engines
-    inference_tp = axes.inference_tp
+    replica_ranks = axes.replica_ranks
+    sizes = f"inference_tp {axes.inference_tp}"
+    if axes.inference_dp > 1:
+        sizes += f" * inference_dp {axes.inference_dp}"
     if axes.roles.overlaps and not 0 < trainers < axes.world_size:
         yield (
             f"layout.trainer_ranks: split placement with world_size {axes.world_size} and "
@@ -106,19 +115,21 @@ def rank_problems(axes: Axes, *, engine_kind: str) -> Iterator[str]:
             f"layout.ep: {axes.ep} does not divide the {axes.replica} ranks of dp_shard * cp * "
             f"tp; values that do: {divisors(axes.replica)}"
         )
-    if engines % inference_tp:
+    if engines % replica_ranks:
         yield (
-            f"layout.inference_tp: {engines} inference ranks / inference_tp {inference_tp} = "
-            f"{engines / inference_tp:g} replicas, not whole"
+            f"layout.inference_tp: {engines} inference ranks / {sizes} = "
+            f"{engines / replica_ranks:g} replicas, not whole"
         )
-    if inference_tp > 1 and not ENGINE_TRAITS[engine_kind].has_own_models:
+    for name in ("inference_tp", "inference_dp"):
+        size = getattr(axes, name)
+        if size > 1 and not ENGINE_TRAITS[engine_kind].has_own_models:
+            yield (
+                f"layout.{name}: {size} with engine.kind transformers, whose "
+                "engine holds the whole model on one rank; set it to 1, or take vllm"
+            )
+    if axes.roles.overlaps and trainers % replica_ranks:
         yield (
-            f"layout.inference_tp: {inference_tp} with engine.kind transformers, whose "
-            "engine holds the whole model on one rank; set it to 1, or take vllm"
-        )
-    if axes.roles.overlaps and trainers % inference_tp:
-        yield (
-            f"layout.trainer_ranks: vLLM lays tensor-parallel groups of {inference_tp} "
+            f"layout.trainer_ranks: vLLM lays groups of {replica_ranks} "
             f"over all ranks from 0, so trainer_ranks {trainers} must be a multiple of "
-            f"inference_tp {inference_tp} (got {trainers / inference_tp:g})"
+            f"{sizes} (got {trainers / replica_ranks:g})"
         )

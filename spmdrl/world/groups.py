@@ -117,7 +117,7 @@ def make_groups(cfg: Config, *, rank: int, device: torch.device) -> WorldGroups:
 
 def _replica_group(cfg: Config, rank: int) -> dist.ProcessGroup | None:
     """Return the gloo group of this rank's engine replica. Every rank takes part in making all."""
-    size = cfg.layout.inference_tp
+    size = cfg.layout.replica_ranks
     own = None
     if size == 1:
         return None

@@ -142,11 +142,12 @@ def check_launch(cfg: Config, launch: Launch) -> None:
             f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
             f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
         )
-    size = cfg.layout.inference_tp
+    size = cfg.layout.replica_ranks
     per_node = launch.world_size // launch.nodes
     if launch.nodes > 1 and per_node % size:
+        name = "inference_tp" if cfg.layout.inference_dp == 1 else "inference_tp * inference_dp"
         raise Refusal(
-            f"layout.inference_tp: {size} does not divide the {per_node} ranks of each of "
+            f"layout.{name}: {size} does not divide the {per_node} ranks of each of "
             f"{launch.nodes} nodes, so that an engine would lie on several; set it to a divisor of "
             f"{per_node}"
         )

@@ -127,7 +127,7 @@ class World(WorldGroups):
 
     @property
     def is_inference(self) -> bool:
-        """Whether this rank holds (a tensor-parallel part of) an engine."""
+        """Whether this rank holds an engine, or a part of one."""
         return self.rank in self.inference_ranks
 
     @property
@@ -143,21 +143,28 @@ class World(WorldGroups):
     @property
     def num_replicas(self) -> int:
         """Engine replicas in the job."""
-        return len(self.inference_ranks) // self.cfg.layout.inference_tp
+        return len(self.inference_ranks) // self.cfg.layout.replica_ranks
 
     @property
     def replica(self) -> int:
         """Index of this rank's engine replica; -1 if it has none."""
         if not self.is_inference:
             return -1
-        return self.inference_ranks.index(self.rank) // self.cfg.layout.inference_tp
+        return self.inference_ranks.index(self.rank) // self.cfg.layout.replica_ranks
 
     @property
-    def inference_tp_rank(self) -> int:
-        """Position within the replica, whose leader is 0; -1 if it has none."""
+    def replica_rank(self) -> int:
+        """Position within the replica, whose leader is 0; -1 if it has none. Ranks of one
+        tensor-parallel group are neighbours."""
         if not self.is_inference:
             return -1
-        return self.inference_ranks.index(self.rank) % self.cfg.layout.inference_tp
+        return self.inference_ranks.index(self.rank) % self.cfg.layout.replica_ranks
+
+    @property
+    def inference_dp_rank(self) -> int:
+        """Index of this rank's part of a replica with data-parallel attention; -1 if it has no
+        replica."""
+        return self.replica_rank // self.cfg.layout.inference_tp
 
     @property
     def ranks_per_dp(self) -> int:

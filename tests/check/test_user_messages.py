@@ -16,6 +16,7 @@ import pytest
 
 from spmdrl.algorithms import registry
 from spmdrl.check import dry_run
+from spmdrl.check.dry_run import mesh_map
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
 from spmdrl.data.templates import render
@@ -386,6 +387,12 @@ def test_an_engine_on_several_nodes_is_refused():
     check_launch(cfg, launch(2))
     with refused("layout.inference_tp: 8 does not divide the 4 ranks of each of 4 nodes"):
         check_launch(cfg, launch(4))
+    parts = made(layout=dict(world_size=16, trainer_ranks=8, inference_tp=2, inference_dp=4))
+    check_launch(parts, launch(2))
+    with refused("layout.inference_tp * inference_dp: 8 does not divide the 4 ranks"):
+        check_launch(parts, launch(4))
+    assert mesh_map(parts)["inference mesh"] == "replica 1 x dp 4 x tp 2"
+    assert mesh_map(parts)["rank 11"] == "generates replica=0 dp=1 tp=1"
 
 
 def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model, tmp_path):

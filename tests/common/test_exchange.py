@@ -94,7 +94,7 @@ def share(world: World, how: str) -> list[tuple[int, int]]:
         leads, index = world.is_dp_leader, world.dp_index(world.rank)
         count = world.dp_size
     else:
-        leads, index, count = world.inference_tp_rank == 0, world.replica, world.num_replicas
+        leads, index, count = world.replica_rank == 0, world.replica, world.num_replicas
     if not leads:
         return []
     if how == "last has all":

@@ -100,7 +100,7 @@ def recorded(cfg: Config) -> dict[str, Any] | None:
     prompts: dict[str, tuple[int, ...]] = {}
     done: dict[str, Completion] = {}
     with generating(cfg) as (world, engine):
-        is_leader = world.inference_tp_rank == 0
+        is_leader = world.replica_rank == 0
         cached = watch_cache(engine) if cfg.engine.kind == "vllm" else [SHARED]
 
         def add(key: str, prompt: tuple[int, ...], max_tokens: int, seed: int) -> None:

@@ -127,7 +127,7 @@ def _drawn_seeds(monkeypatch, path: Path, *, seed: int, replica: int) -> list[in
     monkeypatch.setattr(internals, "make_llm", lambda arguments: llm)
     engine = object.__new__(VllmEngine)
     engine.cfg = Config(seed=seed, model=ModelSettings(path=str(path)))
-    engine.world = SimpleNamespace(replica=replica, inference_tp_rank=0)
+    engine.world = SimpleNamespace(replica=replica, replica_rank=0)
     engine.version, engine._slot, engine._seeds = 0, None, None
     engine._build({}, on_cpu=False)
     for own in (None, 7, None):

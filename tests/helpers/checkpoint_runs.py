@@ -139,7 +139,7 @@ class SmallSource:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead."""
-        return {"ahead": self.ahead} if self.world.inference_tp_rank == 0 else None
+        return {"ahead": self.ahead} if self.world.replica_rank == 0 else None
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
         """Keep what comes, for the test to look at."""

@@ -336,7 +336,7 @@ def world_of(cfg: Config, *, is_updated: Callable[[int], bool]) -> Any:
         cfg=cfg,
         rank=0,
         inference_ranks=[0],
-        inference_tp_rank=0,
+        replica_rank=0,
         is_inference=True,
         replica=0,
         num_replicas=1,

@@ -229,6 +229,11 @@ def test_flags_that_cannot_be_are_refused(flags, says, capsys):
     assert error.startswith(flags.split()[0]) and says in error
 
 
+def test_an_engine_with_data_parallel_attention_is_not_planned(capsys):
+    assert _plan("--shape qwen3-30b-a3b --gpus 8 --layout.inference_dp 2") == 2
+    assert "layout.inference_dp: 2 is not planned" in capsys.readouterr().err
+
+
 def test_a_folder_with_a_config_is_enough_and_one_that_is_not_there_is_named(tmp_path, capsys):
     (tmp_path / "config.json").write_text((SHAPES / "qwen3-8b" / "config.json").read_text())
     assert _plan(f"--shape {tmp_path} --gpus 8 --top 1") == 0

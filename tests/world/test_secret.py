@@ -103,7 +103,7 @@ A, B = Request("a", tuple(range(9)), 4, 0.7, 2**40, (1, 2)), Request("b", (), 1,
 def _messages() -> dict[str, Any]:
     world = World.start(CFG)
     group, found = world.control, {}
-    tp = SimpleNamespace(layout=SimpleNamespace(inference_tp=2))
+    tp = SimpleNamespace(layout=LayoutSettings(inference_tp=2))
     link = Link(SimpleNamespace(cfg=tp, replica_control=group, rank=world.rank, watch=world.watch))
     engine = _Engine()
     if world.rank == 0:

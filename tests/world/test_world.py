@@ -97,7 +97,7 @@ def roles(world: World) -> dict:
         inference=world.is_inference,
         mesh=mesh,
         replica=world.replica,
-        tp=world.inference_tp_rank,
+        place=world.replica_rank,
         stop=world.agree_to_stop(0),
     )
     world.stop_requested = world.rank == 1
@@ -111,6 +111,7 @@ def roles(world: World) -> dict:
         (dict(world_size=4, trainer_ranks=2, inference_tp=2, tp=2), [0, 1], [2, 3]),
         (dict(world_size=4, trainer_ranks=3), [0, 1, 2], [3]),
         (dict(world_size=4, placement="colocated", tp=2, inference_tp=2), range(4), range(4)),
+        (dict(world_size=4, placement="colocated", inference_dp=2), range(4), range(4)),
     ],
 )
 def test_roles_and_meshes(layout, trainers, engines):
@@ -119,9 +120,9 @@ def test_roles_and_meshes(layout, trainers, engines):
     assert [r for r, f in enumerate(found) if f["inference"]] == list(engines)
     coordinates = [f["mesh"] for f in found if f["trainer"]]
     assert len(set(coordinates)) == len(coordinates)
-    tp = layout.get("inference_tp", 1)
-    assert [(f["replica"], f["tp"]) for f in found if f["inference"]] == [
-        (i // tp, i % tp) for i in range(len(list(engines)))
+    size = layout.get("inference_tp", 1) * layout.get("inference_dp", 1)
+    assert [(f["replica"], f["place"]) for f in found if f["inference"]] == [
+        (i // size, i % size) for i in range(len(list(engines)))
     ]
     assert not any(f["stop"] for f in found)
     assert all(f["stop_after_request"] for f in found)
@@ -209,7 +210,7 @@ def test_messages_of_gloo_start_and_end_on_the_host():
     assert world.wire == torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("axis", ["cp", "ep", "tp", "inference_tp"])
+@pytest.mark.parametrize("axis", ["cp", "ep", "tp", "inference_tp", "inference_dp"])
 def test_what_goes_from_gpu_to_gpu_is_refused_on_gloo(axis):
     sizes = {axis: 2, "world_size": 4, "trainer_ranks": 2, "backend": "gloo"}
     asked = f"layout.backend: gloo with layout.{axis} 2"

@@ -105,7 +105,7 @@ class VllmEngine:
             self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")
         if cfg.model.lora.pushes_adapter:
             self._slot = AdapterSlot(self._runner, experts_in_files(cfg))
-        is_leader = self.world.inference_tp_rank == 0
+        is_leader = self.world.replica_rank == 0
         self._outputs = Outputs(self._loop, self._llm, cfg, on_cpu=on_cpu, is_leader=is_leader)
         self._returns_masks = cfg.sampling.truncates and not on_cpu  # see sampling_params
         model_config = self._llm.vllm_config.model_config

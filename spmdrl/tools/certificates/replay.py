@@ -108,7 +108,7 @@ def replay_config(cfg: Config) -> Config:
         cfg,
         # The same name on all ranks of this job, in a folder that no other user can enter.
         output_dir=str(private_folder() / f"verify-{launch.port}"),
-        layout=replace(layout, inference_tp=1),
+        layout=replace(layout, inference_tp=1, inference_dp=1),
         evaluate=replace(cfg.evaluate, every_steps=0),
     )
 

@@ -8,9 +8,10 @@
 
 The first argument is a Hugging Face folder or hub name, a run's folder (its newest whole checkpoint
 is taken, or its best one) or a checkpoint. Runs and checkpoints bring their own config; any field
-of it is a flag, as in train.py. Every rank generates, layout.inference_tp ranks to an engine. The
-result is printed as a table, written as JSON, and with --tracking-uri added to the run's MLflow
-run. A run's config may be somebody else's: code that it names is run only with --trust-run.
+of it is a flag, as in train.py. Every rank generates, layout.inference_tp * inference_dp of them to
+an engine. The result is printed as a table, written as JSON, and with --tracking-uri added to the
+run's MLflow run. A run's config may be somebody else's: code that it names is run only with
+--trust-run.
 """
 
 from __future__ import annotations

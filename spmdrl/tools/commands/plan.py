@@ -212,6 +212,11 @@ def _rates(own: PlanFlags) -> Rates:
 
 
 def _check_flags(own: PlanFlags, cfg: config.Config) -> None:
+    if cfg.layout.inference_dp > 1:
+        raise Refusal(
+            f"layout.inference_dp: {cfg.layout.inference_dp} is not planned: plan with 1, where "
+            "each engine has all experts"
+        )
     if own.gpus < 0 or own.gpus_per_node < 1:
         raise Refusal(
             f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected numbers of GPUs"
