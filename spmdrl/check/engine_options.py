@@ -47,7 +47,7 @@ ENGINE_ARGUMENTS: dict[str, str] = {
     "pipeline_parallel_size": "",
     "prefill_context_parallel_size": "",
     "decode_context_parallel_size": "",
-    "data_parallel_size": "",
+    "data_parallel_size": "layout.inference_dp",
     "data_parallel_rank": "",
     "data_parallel_size_local": "",
     "data_parallel_hybrid_lb": "",
@@ -61,7 +61,7 @@ ENGINE_ARGUMENTS: dict[str, str] = {
     "per_request_spec_decode_metrics": _DRAFTS,
 }
 """{argument of vLLM's engine: the field that sets it}. Those without a field cannot change, because
-the engine is in this process, in groups of layout.inference_tp ranks, takes its weights from the
+the engine is in this process, in groups of ranks that `layout` sets, takes its weights from the
 trainers, and returns tokens with logprobs of the distribution that it sampled from."""
 
 _SCHEDULES = (
@@ -171,10 +171,10 @@ def engine_option_problems(cfg: Config) -> list[str]:
                 "trainer; take it out. ALLOWED_ARGUMENTS of spmdrl/check/engine_options.py lists "
                 "those that were"
             )
-    if cfg.engine.options.get("enable_expert_parallel") and cfg.layout.inference_tp == 1:
+    if cfg.engine.options.get("enable_expert_parallel") and cfg.layout.replica_ranks == 1:
         problems.append(
             "engine.options.enable_expert_parallel: true with layout.inference_tp 1: an engine of "
-            "one rank holds all experts; set layout.inference_tp, or take it out"
+            "one rank holds all experts; set layout.inference_tp or inference_dp, or take it out"
         )
     built = build_problems() if cfg.layout.roles.has_engines else []
     return [

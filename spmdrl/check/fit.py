@@ -15,7 +15,12 @@ from torch import nn
 from spmdrl.check.values import MAX_RANK
 from spmdrl.config import Config
 from spmdrl.engine.vllm.expert_adapters import ADAPTED_MIXTURES
-from spmdrl.engine.vllm.families import check_drafts, check_mixers, model_arguments
+from spmdrl.engine.vllm.families import (
+    check_data_parallel,
+    check_drafts,
+    check_mixers,
+    model_arguments,
+)
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.model.attention.packing_support import packing_support
@@ -141,6 +146,8 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
         is_seeing = has_vision_tower(hf_model)
         kinds = dict(mixers=counts.mixers, states=counts.states)
         problems += refusal(lambda: check_drafts(cfg, **kinds, is_seeing=is_seeing))
+        mixers = counts.mixers
+        problems += refusal(lambda: check_data_parallel(cfg, mixers=mixers, is_seeing=is_seeing))
     if is_on_cpu(cfg):
         offload = cfg.model.memory.offload
         problems += refusal(lambda: check_offload(offload, torch.device("cpu")))

@@ -30,6 +30,7 @@ BESIDE = {  # what else is changed
     "no lag": dict(lag=0),
     "cpu": dict(layout=dict(device="cpu")),
     "gpu": dict(layout=dict(device="cuda")),
+    "experts": dict(engine=dict(options=dict(enable_expert_parallel=True))),
     "drafts": dict(layout=dict(device="cpu"), engine=dict(options=dict(speculative_config=NGRAM))),
     "reward model": dict(rewards=dict(functions=("model:m",))),
     "short": dict(sampling=dict(max_response_tokens=16)),
@@ -44,6 +45,7 @@ for objective, loss in dict(sft="sft", distill="divergence", preference="dpo").i
 # By section or field, and what else is changed: its values.
 ACCEPTED = {
     ("layout", ""): [{}, dict(world_size=4, trainer_ranks=2, inference_tp=2, tp=2)],
+    ("layout", "experts"): [dict(world_size=4, trainer_ranks=2, inference_dp=2, ep=2)],
     ("algorithm", ""): [
         dict(loss="dppo_tv", correction="none"),
         dict(loss="gspo", aggregation="seq_mean_token_mean"),
@@ -85,6 +87,10 @@ REFUSED = {
         (
             dict(world_size=5, trainer_ranks=3, inference_tp=2),
             "must be a multiple of inference_tp 2",
+        ),
+        (
+            dict(world_size=4, trainer_ranks=2, inference_dp=2),
+            "layout.inference_dp: 2 with engine.options.enable_expert_parallel",
         ),
         (dict(placement="offline"), "else split or colocated"),
         (dict(placement="offline"), "layout.placement: offline with algorithm.objective rl"),
@@ -206,7 +212,8 @@ REFUSED = {
             "prompt_lookup_min 5 is above prompt_lookup_max",
         ),
         (dict(load_format="dummy"), "load_format: cannot be changed"),
-        (dict(data_parallel_size=2), "data_parallel_size: cannot be changed"),
+        (dict(data_parallel_size=2), "data_parallel_size: is set by layout.inference_dp"),
+        (dict(data_parallel_rank=1), "data_parallel_rank: cannot be changed"),
         (dict(enable_expert_parallel=True), "an engine of one rank holds all experts"),
         (
             dict(hf_overrides={"rope_scaling": None}),
@@ -223,12 +230,27 @@ REFUSED = {
     ("engine.options", "transformers"): [
         (dict(enforce_eager=True), "enforce_eager: is an argument of vLLM's engine")
     ],
+    ("layout", "experts"): [
+        (
+            dict(world_size=10, trainer_ranks=2, inference_tp=2, inference_dp=2),
+            "must be a multiple of inference_tp 2 * inference_dp 2",
+        ),
+        (
+            dict(world_size=7, trainer_ranks=4, inference_dp=2),
+            "3 inference ranks / inference_tp 1 * inference_dp 2 = 1.5 replicas",
+        ),
+    ],
     ("layout", "transformers"): [
         (
             dict(world_size=4, trainer_ranks=2, inference_tp=2),
             "layout.inference_tp: 2 with engine.kind transformers, whose engine holds "
             "the whole model on one rank",
-        )
+        ),
+        (
+            dict(world_size=4, trainer_ranks=2, inference_dp=2),
+            "layout.inference_dp: 2 with engine.kind transformers, whose engine holds "
+            "the whole model on one rank",
+        ),
     ],
     ("rollout.schedule", ""): [
         (dict(over_sample=0.5), "over_sample: must be at least 1, got 0.5"),

@@ -20,7 +20,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from spmdrl.engine.protocol import Request, Truncation
 from spmdrl.engine.vllm import patches
-from spmdrl.engine.vllm.core_loop import CoreLoop, Drawn
+from spmdrl.engine.vllm.core_loop import CoreLoop, Drawn, NewTokens
 from spmdrl.engine.vllm.requests import GroupRequests
 from spmdrl.model_inputs import MultimodalItem, MultimodalItems, TokenIds
 from tests.gpu.fake_llm import FakeLlm, drawn
@@ -121,7 +121,7 @@ def test_several_tokens_of_a_step_are_taken():
     own = Drawn("a", "a-0", 3)
     values = np.array([[-1.0, -9.0], [-2.0, -9.0]], np.float32)
     lists = LogprobsLists(np.array([[3, 8], [4, 8]]), values, np.array([1, 1]))
-    own.take(EngineCoreOutput("a-0", [3, 4], new_logprobs=lists))
+    own.take(NewTokens.of(EngineCoreOutput("a-0", [3, 4], new_logprobs=lists)))
     assert (own.tokens, own.logprobs.tolist()) == ([3, 4], [-1.0, -2.0])
 
 

@@ -371,7 +371,7 @@ def test_tensor_parallel_ranks_agree_with_each_other_and_with_one_rank(
 def names_in_shared_memory(world) -> tuple[list[str], list[float]]:
     """Make an engine's groups; return what they have in /dev/shm, and a sum over their ranks."""
     internals.prepare_process(on_cpu=True, compiles=False)
-    sockets = internals.create_groups(world, tp=2, has_custom_all_reduce=False)
+    sockets = internals.create_groups(world, tp=2, dp=1, has_custom_all_reduce=False)
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()

@@ -22,6 +22,7 @@ CASES = {  # engine, family, dtype, layout
     "vllm": ("vllm", "qwen3_moe", "float32", replace(SPLIT, tp=2, ep=2)),
     "vllm_tp2": ("vllm", "mixtral", "bfloat16", replace(COLOCATED, inference_tp=2)),
     "vllm_ep2": ("vllm", "qwen3_moe", "float32", replace(COLOCATED, inference_tp=2)),
+    "vllm_dp2": ("vllm", "qwen3_moe", "float32", replace(COLOCATED, inference_dp=2)),
     # Of sinks each rank has its heads'; of the experts' last bias one rank has all, others zeros.
     "vllm_sinks": ("vllm", "gpt_oss", "float32", replace(COLOCATED, inference_tp=2)),
     "transformers": ("transformers", "deepseek_v3", "float32", replace(COLOCATED, ep=2)),
@@ -54,14 +55,15 @@ def test_engines_hold_the_trainers_experts_and_agree_on_logprobs(case, tmp_path)
     if family == "gpt_oss":
         sizes = {"hidden_size": 256, "intermediate": 64, "hf_config": {"sliding_window": 6}}
     folder = make_moe(tmp_path, family, **sizes)
-    options = {"enable_expert_parallel": True} if case == "vllm_ep2" else {}
+    has_whole_experts = case in ("vllm_ep2", "vllm_dp2")
+    options = {"enable_expert_parallel": True} if has_whole_experts else {}
     cfg = make_config(folder, layout=layout, dtype=dtype, kind=kind)
     cfg = changed(cfg, engine=dict(options=cfg.engine.options | options))
     results = with_stream(cfg, push_and_measure)
     limit = 1e-4 if dtype == "float32" else 0.1
     for rank, result in enumerate(results):
         assert_pushed(result, dtype=dtype, where=f"rank {rank}", half_gap=0.1)
-        if case == "vllm_ep2":  # four of eight experts, whole
+        if has_whole_experts:  # four of eight experts, whole
             assert result["experts"] == {(4, 2 * 48, 128)}
             whole = 2 * 3 * 48 * 128 * 4
             assert result["arrived"] == {4 * rank + i: whole for i in range(4)}

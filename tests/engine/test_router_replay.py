@@ -25,11 +25,17 @@ PROMPTS = (SHARED + (5,), (7, 8, 9), SHARED + (6, 4), (11,), SHARED, (7, 8, 9), 
 
 
 def engine_config(
-    model: Path, *, kind: str, dtype: str = "float32", tp: int = 1, **engine: object
+    model: Path, *, kind: str, dtype: str = "float32", tp: int = 1, dp: int = 1, **engine: object
 ) -> Config:
     limits = dict(cpu_kv_cache_gib=0.01, max_num_seqs=4, max_batched_tokens=128)
     return made(
-        layout=dict(placement="colocated", world_size=tp, inference_tp=tp, device="cpu"),
+        layout=dict(
+            placement="colocated",
+            world_size=tp * dp,
+            inference_tp=tp,
+            inference_dp=dp,
+            device="cpu",
+        ),
         model=dict(path=str(model), moe=dict(replay=True)),
         data=dict(max_prompt_tokens=48),
         sampling=dict(max_response_tokens=80),
@@ -136,28 +142,31 @@ def recorded(cfg: Config) -> dict[str, Any] | None:
     }
 
 
-ENGINES = {  # kind, family, tp
-    "vllm": ("vllm", "qwen3_moe", 1),
-    "vllm tp2": ("vllm", "mixtral", 2),
-    "transformers": ("transformers", "qwen3_moe", 1),
-    "transformers, sigmoids": ("transformers", "deepseek_v3", 1),
+ENGINES = {  # kind, family, sizes
+    "vllm": ("vllm", "qwen3_moe", {}),
+    "vllm tp2": ("vllm", "mixtral", {"tp": 2}),
+    "vllm dp2": ("vllm", "qwen3_moe", {"dp": 2}),
+    "transformers": ("transformers", "qwen3_moe", {}),
+    "transformers, sigmoids": ("transformers", "deepseek_v3", {}),
 }
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.grid) if c == "vllm tp2" else c for c in ENGINES]
+    "case", [pytest.param(c, marks=pytest.mark.grid) if c.endswith("2") else c for c in ENGINES]
 )
 def test_engines_record_the_experts_of_every_token_but_the_last(case, tmp_path):
-    kind, family, tp = ENGINES[case]
+    kind, family, sizes = ENGINES[case]
     folder = make_moe(tmp_path, family, **(SIZES if kind == "vllm" else {}))
-    options = {"block_size": 32} if kind == "vllm" else {}
-    cfg = engine_config(folder, kind=kind, tp=tp, options=options)
-    results = run_ranks(tp, recorded, cfg)
+    options: dict[str, Any] = {"block_size": 32} if kind == "vllm" else {}
+    if "dp" in sizes:
+        options["enable_expert_parallel"] = True
+    cfg = engine_config(folder, kind=kind, options=options, **sizes)
+    results = run_ranks(cfg.layout.world_size, recorded, cfg)
     layers = 1 if family == "deepseek_v3" else LAYERS
     followers = {
         key: routes for result in results[1:] for key, (_, routes) in result["rows"].items()
     }
-    assert all(routes is None for routes in followers.values())
+    assert all((routes is None) == ("tp" in sizes) for routes in followers.values())
     for result in results[:1]:
         assert len(result["rows"]) == len(PROMPTS) + 8
         assert any(result["cached"]), "no prompt was found in the cache"

@@ -48,6 +48,7 @@ PASSED = {  # what the adapters hand over, by position up to the bar and by name
     "v1/engine/input_processor.py: InputProcessor.process_inputs": (
         "request_id prompt params | supported_tasks lora_request"
     ),
+    "v1/engine/llm_engine.py: LLMEngine.__init__": "vllm_config | executor_class log_stats",
     "v1/engine/llm_engine.py: LLMEngine.reset_prefix_cache": "| reset_running_requests",
     "v1/engine/llm_engine.py: LLMEngine.sleep": "level |",
     "v1/engine/llm_engine.py: LLMEngine.wake_up": "tags |",

@@ -24,14 +24,20 @@ TABLE = Path(__file__).with_name("vllm_contract.json")
 
 _RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")
 NAMES: tuple[tuple[str, str], ...] = (
+    ("config/__init__.py", "ParallelConfig"),
     ("config/__init__.py", "VllmConfig"),
     ("config/__init__.py", "set_current_vllm_config"),
     ("config/lora.py", "MaxLoRARanks"),
     ("config/model.py", "ModelConfig.get_num_experts"),
     ("config/model.py", "ModelConfig.get_num_experts_per_tok"),
     ("config/model.py", "ModelConfig.hf_text_config"),
+    ("config/parallel.py", "ParallelConfig.data_parallel_size"),
+    ("config/parallel.py", "ParallelConfig.distributed_executor_backend"),
+    ("config/parallel.py", "ParallelConfig.enable_expert_parallel"),
     ("config/vllm.py", "VllmConfig.use_v2_model_runner"),
     ("device_allocator/cumem.py", "CuMemAllocator.wake_up"),
+    ("distributed/device_communicators/cpu_communicator.py", "CpuCommunicator"),
+    ("distributed/parallel_state.py", "get_dp_group"),
     ("distributed/parallel_state.py", "init_distributed_environment"),
     ("distributed/parallel_state.py", "initialize_model_parallel"),
     ("distributed/parallel_state.py", "set_custom_all_reduce"),
@@ -40,6 +46,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("distributed/parallel_state.py", "_ENABLE_CUSTOM_ALL_REDUCE"),
     ("distributed/aux_output_connector/worker.py", "AuxOutputWorkerConnector.begin_step"),
     ("engine/arg_utils.py", "EngineArgs"),
+    ("engine/arg_utils.py", "EngineArgs.create_engine_config"),
     ("envs.py", "VLLM_DISABLE_PYNCCL"),
     ("envs.py", "VLLM_ALLREDUCE_USE_SYMM_MEM"),
     ("envs.py", "VLLM_ALLREDUCE_USE_FLASHINFER"),
@@ -74,6 +81,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("v1/engine/core_client.py", "InprocClient.abort_requests"),
     ("v1/engine/core_client.py", "InprocClient.add_request"),
     ("v1/engine/core_client.py", "InprocClient.engine_core"),
+    ("v1/engine/core_client.py", "InprocClient.execute_dummy_batch"),
     ("v1/engine/core_client.py", "InprocClient.get_output"),
     ("v1/engine/core_client.py", "InprocClient._finalizer"),
     ("v1/engine/input_processor.py", "InputProcessor.process_inputs"),
@@ -81,7 +89,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("v1/engine/llm_engine.py", "LLMEngine.get_supported_tasks"),
     ("v1/engine/llm_engine.py", "LLMEngine.input_processor"),
     ("v1/engine/llm_engine.py", "LLMEngine.model_executor"),
-    ("v1/engine/llm_engine.py", "LLMEngine.from_engine_args"),
+    ("v1/engine/llm_engine.py", "LLMEngine.__init__"),
     ("v1/engine/llm_engine.py", "LLMEngine.reset_prefix_cache"),
     ("v1/engine/llm_engine.py", "LLMEngine.sleep"),
     ("v1/engine/llm_engine.py", "LLMEngine.wake_up"),
@@ -127,6 +135,14 @@ TEXTS = {
     "asynchronous scheduling has a queue of steps": (
         "v1/engine/core.py",
         "self.step if self.batch_queue is None else self.step_with_batch_queue",
+    ),
+    "ranks of external launchers are as they are": (
+        "distributed/parallel_state.py",
+        'config.parallel_config.distributed_executor_backend != "external_launcher"',
+    ),
+    "a launcher's world is one replica": (
+        "config/parallel.py",
+        'self.data_parallel_rank = int(os.environ["RANK"]) // (',
     ),
     "the sampler takes one number per request": (
         "v1/sample/ops/topk_topp_sampler.py",

@@ -218,7 +218,7 @@ def _groups(layout: dict[str, int], *, has_custom: bool) -> list[dict[str, Any]]
         )
         store, timeout = torch.distributed.HashStore(), timedelta(seconds=99)
         join_world("nccl", world, store=store, device=device, timeout=timeout)
-        create_groups(world, tp=layout["tp"], has_custom_all_reduce=has_custom).close()
+        create_groups(world, tp=layout["tp"], dp=1, has_custom_all_reduce=has_custom).close()
         destroy_groups()
         parallel_state._WORLD = None
 
@@ -253,12 +253,17 @@ def _threads() -> dict[str, Any]:
 
 def _threads_after_engine(model: Path) -> int:
     """Return torch's threads after an engine is built that leaves one, as on GPUs."""
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from spmdrl.engine.vllm.internals import make_llm
 
     torch.set_num_threads(5)
-    with mock.patch.object(LLMEngine, "from_engine_args", lambda args: torch.set_num_threads(1)):
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+    with (
+        mock.patch.object(EngineArgs, "create_engine_config", lambda _: config),
+        mock.patch.object(LLMEngine, "__init__", lambda *_, **__: torch.set_num_threads(1)),
+    ):
         make_llm({"model": str(model)})
     return torch.get_num_threads()
 

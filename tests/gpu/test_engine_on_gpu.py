@@ -237,7 +237,7 @@ def outputs(monkeypatch):
         layers.append(layer)
     llm = FakeLlm(layers, has_routes=True)
     cfg = made(model=dict(moe=dict(replay=True)), sampling=dict(top_p=0.9))
-    return Outputs(CoreLoop(llm), llm, cfg, on_cpu=False, is_leader=True), llm
+    return Outputs(CoreLoop(llm), llm, cfg, on_cpu=False, is_first=True), llm
 
 
 def _add(outputs: Outputs, request: Request) -> None:
@@ -303,7 +303,7 @@ def test_the_other_ranks_of_an_engine_are_asked_for_no_routes():
     with pytest.raises(AssertionError, match="worker output is missing a"):
         scheduler.aux_output_connector.take_output(request, None)  # as vLLM's worker has it there
     cfg = made(model=dict(moe=dict(replay=True)))
-    own = Outputs(CoreLoop(llm), llm, cfg, on_cpu=False, is_leader=False)
+    own = Outputs(CoreLoop(llm), llm, cfg, on_cpu=False, is_first=False)
     assert scheduler.aux_output_connector is None
     _add(own, _request("a", max_tokens=1))
     (done,) = own.step(0)
@@ -319,5 +319,5 @@ def test_the_hooks_of_the_cpu_build_are_not_used(outputs, monkeypatch):
         llm,
         made(model=dict(moe=dict(replay=True)), sampling=dict(top_k=4)),
         on_cpu=False,
-        is_leader=True,
+        is_first=True,
     )

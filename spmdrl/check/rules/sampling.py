@@ -137,7 +137,70 @@ _LAYOUT = [
         "NCCL needs GPUs",
         "take gloo or auto",
     ),
-    *(_gloo_over_axis(name) for name in ("cp", "ep", "tp", "inference_tp")),
+    *(_gloo_over_axis(name) for name in ("cp", "ep", "tp", "inference_tp", "inference_dp")),
+]
+
+
+def _data_parallel(
+    fields: tuple[str, ...],
+    when: Callable[[Config], object],
+    reason: str,
+    remedy: str,
+    kind: RuleKind = "not built",
+) -> Rule:
+    """Return the rule against data-parallel attention in an engine with other settings."""
+    return Rule(
+        ("layout.inference_dp", *fields),
+        lambda cfg: cfg.layout.inference_dp > 1 and when(cfg),
+        reason,
+        remedy,
+        kind,
+    )
+
+
+_DATA_PARALLEL = [
+    _data_parallel(
+        ("engine.options.enable_expert_parallel",),
+        lambda cfg: (
+            cfg.engine.traits.has_own_models
+            and not cfg.engine.options.get("enable_expert_parallel")
+        ),
+        "the parts of an engine share nothing but whole experts",
+        "set engine.options.enable_expert_parallel to true, or layout.inference_dp to 1 (more "
+        "engines)",
+    ),
+    _data_parallel(
+        ("layout.inference_tp", "model.moe.replay"),
+        lambda cfg: cfg.model.moe.replay and cfg.layout.inference_tp > 1,
+        "each rank of a part routes some of its tokens, and the first records the routes",
+        "set layout.inference_tp to 1, or model.moe.replay to false",
+    ),
+    _data_parallel(
+        ("sampling.top_p", "sampling.top_k", "sampling.min_p"),
+        attrgetter("sampling.truncates"),
+        "the leader of an engine has the sampling masks of its own part alone",
+        "leave these at their defaults, or set layout.inference_dp to 1",
+    ),
+    _data_parallel(
+        ("model.lora.push",),
+        attrgetter("model.lora.pushes_adapter"),
+        "on the CPU adapters of experts are not told whose tokens they get from other parts",
+        "set model.lora.push to merged",
+    ),
+    _data_parallel(
+        ("engine.options.speculative_config",),
+        attrgetter("engine.draft_tokens"),
+        "parts would draft different numbers of tokens",
+        "leave one of them out",
+        "untried",
+    ),
+    _data_parallel(
+        ("engine.options.quantization",),
+        lambda cfg: cfg.engine.options.get("quantization"),
+        "experts were exchanged with plain weights alone",
+        "leave one of them out",
+        "untried",
+    ),
 ]
 _ENGINES = [
     *(
@@ -603,6 +666,7 @@ _EVALUATION = [
 
 SAMPLING: list[Rule] = [
     *_LAYOUT,
+    *_DATA_PARALLEL,
     *_ENGINES,
     *_EXACT,
     *_DRAFTS,

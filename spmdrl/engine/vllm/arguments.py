@@ -85,7 +85,8 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments that engine.options may not hold."""
     longest = cfg.longest_in_engine
     # With a smaller budget a sequence would have fewer draft tokens because of the others.
-    drawing = cfg.engine.max_num_seqs * (1 + cfg.engine.draft_tokens)
+    sequences = -(-cfg.engine.max_num_seqs // cfg.layout.inference_dp)
+    drawing = sequences * (1 + cfg.engine.draft_tokens)
     tokens_per_step = max(cfg.engine.max_batched_tokens, drawing)
     arguments: dict[str, Any] = dict(
         model=cfg.model.path,
@@ -94,7 +95,7 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
         seed=cfg.seed,
         tensor_parallel_size=cfg.layout.inference_tp,
         max_model_len=longest,
-        max_num_seqs=cfg.engine.max_num_seqs,
+        max_num_seqs=sequences,
         # On the CPU prompts are not computed in chunks: a step must hold a whole one.
         max_num_batched_tokens=max(tokens_per_step, longest) if on_cpu else tokens_per_step,
         gpu_memory_utilization=cfg.engine.gpu_memory_frac,
@@ -106,6 +107,10 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+    if cfg.layout.inference_dp > 1:
+        arguments["data_parallel_size"] = cfg.layout.inference_dp
+        # Otherwise a call may return without a step of the model, for which the other parts wait.
+        arguments["async_scheduling"] = False
     if cfg.model.moe.replay:
         # A finished request is read before the next step is scheduled. Otherwise a stop token
         # leaves a step behind, and vLLM's own recorder (0.32) fails at the next one.

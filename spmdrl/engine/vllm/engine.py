@@ -22,13 +22,13 @@ from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm import internals, patches
 from spmdrl.engine.vllm.adapter import AdapterSlot, experts_in_files
 from spmdrl.engine.vllm.arguments import engine_arguments, with_plain_weights
-from spmdrl.engine.vllm.core_loop import CoreLoop
+from spmdrl.engine.vllm.core_loop import CoreLoop, NewTokens
 from spmdrl.engine.vllm.exact import exact_arguments, share_head
 from spmdrl.engine.vllm.families import model_arguments, refusing_models, try_engine
 from spmdrl.engine.vllm.images import make_prompt, reset_encoder_cache
 from spmdrl.engine.vllm.outputs import Outputs
 from spmdrl.engine.vllm.requests import GroupRequests, scoring_params
-from spmdrl.world.comm import agree
+from spmdrl.world.comm import agree, gather_objects
 from spmdrl.world.machine.live_bytes import device_bytes
 from spmdrl.world.world import World, any_algorithms
 
@@ -72,6 +72,7 @@ class VllmEngine:
             self._sockets = internals.create_groups(
                 world,
                 tp=cfg.layout.inference_tp,
+                dp=cfg.layout.inference_dp,
                 has_custom_all_reduce=not cfg.engine.options.get("disable_custom_all_reduce"),
             )
         built = world.watch.wait("engines built", -1)
@@ -82,6 +83,8 @@ class VllmEngine:
                     **self._model_arguments(),
                     **engine_arguments(cfg, on_cpu=on_cpu),
                 }
+                if cfg.layout.inference_dp > 1:
+                    arguments["data_parallel_rank"] = world.inference_dp_rank
                 with self._algorithms(), _generators_restored(), refusing_models(cfg):
                     self._build(arguments, on_cpu=on_cpu)
 
@@ -96,7 +99,7 @@ class VllmEngine:
             patches.patch_cpu_build()
         self._llm = internals.make_llm(with_plain_weights(cfg, arguments))
         share_head(self._runner)
-        self._loop = CoreLoop(self._llm)
+        self._loop = self._make_loop()
         if on_cpu:  # its build lacks some kernels
             try_engine(self._loop, params=scoring_params(max_tokens=2))
             self._llm.reset_prefix_cache()
@@ -105,8 +108,8 @@ class VllmEngine:
             self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")
         if cfg.model.lora.pushes_adapter:
             self._slot = AdapterSlot(self._runner, experts_in_files(cfg))
-        is_leader = self.world.replica_rank == 0
-        self._outputs = Outputs(self._loop, self._llm, cfg, on_cpu=on_cpu, is_leader=is_leader)
+        is_first = self.world.replica_rank % cfg.layout.inference_tp == 0
+        self._outputs = Outputs(self._loop, self._llm, cfg, on_cpu=on_cpu, is_first=is_first)
         self._returns_masks = cfg.sampling.truncates and not on_cpu  # see sampling_params
         model_config = self._llm.vllm_config.model_config
         self._requests = GroupRequests(
@@ -114,6 +117,19 @@ class VllmEngine:
         )
         self._has_prefixes = False
         """Whether requests came since vLLM's prefix cache was emptied."""
+
+    def _make_loop(self) -> CoreLoop:
+        parts = self.cfg.layout.inference_dp
+        if parts == 1:
+            return CoreLoop(self._llm)
+        tp = self.cfg.layout.inference_tp
+
+        def gather(own: list[NewTokens]) -> list[list[NewTokens]]:
+            mine = own if self.world.replica_rank % tp == 0 else None
+            with self.world.watch.wait("exchange drawn tokens", -1):
+                return gather_objects(mine, group=self.world.replica_control)[::tp]
+
+        return CoreLoop(self._llm, part=self.world.inference_dp_rank, parts=parts, gather=gather)
 
     def _algorithms(self) -> contextlib.AbstractContextManager:
         """Return a context for vLLM's own work: on GPUs torch's deterministic algorithms are off,

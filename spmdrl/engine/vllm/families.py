@@ -217,6 +217,30 @@ def check_drafts(
         )
 
 
+def check_data_parallel(cfg: Config, *, mixers: Collection[str], is_seeing: bool) -> None:
+    """Refuse data-parallel attention in an engine for models that it was not tried with.
+
+    Args:
+        mixers, is_seeing: as for `check_drafts`.
+    Raises: Refusal that says what such a model has.
+    """
+    if cfg.layout.inference_dp == 1:
+        return
+    config = hf_config_of(cfg.model)
+    what = ""
+    if mixers:
+        what = f"layers that compute by code of their own ({', '.join(mixers)})"
+    elif getattr(config, "kv_lora_rank", None):
+        what = "latent attention"
+    elif is_seeing:
+        what = "images"
+    if what:
+        raise Refusal(
+            f"layout.inference_dp: {cfg.layout.inference_dp} with a {config.model_type}, which has "
+            f"{what}; it was tried with models of text with plain attention alone; set it to 1"
+        )
+
+
 # --------------------------------------------------------------------------- a trial
 
 
@@ -252,7 +276,8 @@ def try_engine(loop: CoreLoop, *, params: Any) -> None:
     Raises: whatever a kernel raises, or its absence.
     """
     trial = loop.validate({"prompt_token_ids": [*_TRIAL_TOKENS]}, params, lora=None)
-    loop.add("trial", trial, seed=None)
+    for part in range(loop.parts):
+        loop.add(f"trial {part}", trial, seed=None)
     while loop.unfinished:
         loop.step()
 

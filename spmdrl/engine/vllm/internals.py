@@ -6,6 +6,7 @@ here, vLLM's own, and when it can be removed.
 prepare_process     environment variables VLLM_*            never: its settings
 shared_memory_name  VLLM_DIST_IDENT (CPU alone)             once vLLM names it by the job
 create_groups, destroy_groups  distributed.parallel_state   once groups can be handed to it
+_take_ranks_as_they_are  ParallelConfig                     with make_llm
 make_llm            EngineArgs, v1 LLMEngine, UniProcExecutor   once a documented engine runs in
                     this process, at a given rank, and asks only its own group for memory
 close_llm           InprocClient._finalizer, EngineCore         once closing it destroys no groups
@@ -114,12 +115,15 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
-def create_groups(world: World, *, tp: int, has_custom_all_reduce: bool) -> contextlib.ExitStack:
+def create_groups(
+    world: World, *, tp: int, dp: int, has_custom_all_reduce: bool
+) -> contextlib.ExitStack:
     """Create vLLM's process groups over the whole world; every rank must call it.
 
     Ranks that do not generate open no communicator of vLLM's own: each would take memory.
 
     Args:
+        tp, dp: sizes of a replica; with dp its tp * dp ranks exchange tokens of experts.
         has_custom_all_reduce: whether engines may use vLLM's own all-reduce.
     Returns: a stack whose closing removes the folder of the groups' sockets, which vLLM's message
         queues leave there.
@@ -137,13 +141,40 @@ def create_groups(world: World, *, tp: int, has_custom_all_reduce: bool) -> cont
         variables |= _NO_COMMUNICATORS
     # The groups read this once, when they are created.
     parallel_state.set_custom_all_reduce(world.is_inference and has_custom_all_reduce)
-    with set_current_vllm_config(VllmConfig()), _environment(variables):
+    config = VllmConfig()
+    if dp > 1:
+        config.parallel_config = _parallel_config(tp=tp, dp=dp)
+    with set_current_vllm_config(config), _environment(variables):
         parallel_state.init_distributed_environment(
             dist.get_world_size(), dist.get_rank(), "env://", world.local_rank, world.backend
         )
         parallel_state.initialize_model_parallel(tp)
     _remove_shared_memory(parallel_state.get_tp_group())
     return sockets
+
+
+def _parallel_config(*, tp: int, dp: int) -> Any:
+    """Return vLLM's description of a replica with data-parallel attention."""
+    from vllm.config import ParallelConfig
+
+    config = ParallelConfig(
+        tensor_parallel_size=tp,
+        data_parallel_size=dp,
+        enable_expert_parallel=True,
+        distributed_executor_backend="uni",
+    )
+    _take_ranks_as_they_are(config)
+    return config
+
+
+def _take_ranks_as_they_are(config: Any) -> None:
+    """Have vLLM neither number the ranks of a data-parallel replica nor connect them itself.
+
+    Args:
+        config: vLLM's ParallelConfig. A new one of this backend is refused where the job has more
+            ranks than the replica.
+    """
+    config.distributed_executor_backend = "external_launcher"
 
 
 def _remove_shared_memory(group: Any) -> None:
@@ -183,7 +214,7 @@ def destroy_groups() -> None:
 
 def make_llm(arguments: Mapping[str, Any]) -> Any:
     """Build an engine of one worker in this process, at this rank's place in the job's world."""
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed.parallel_state import get_dp_group, get_tp_group
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -196,7 +227,8 @@ def make_llm(arguments: Mapping[str, Any]) -> Any:
             # Ranks of a replica must agree on the size of the KV cache. vLLM's executor for
             # external launchers reduces over the whole world, where trainer ranks never answer.
             smallest = torch.tensor(super().determine_available_memory(), dtype=torch.int64)
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
+            for group in (get_tp_group(), get_dp_group()):
+                dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group.cpu_group)
             return smallest.tolist()
 
     num_threads = torch.get_num_threads()
@@ -204,7 +236,10 @@ def make_llm(arguments: Mapping[str, Any]) -> Any:
     if engine_args.enable_prefix_caching is None and engine_args.enable_chunked_prefill is False:
         # vLLM keeps the states of layers (SSM and the like) only at the ends of chunks.
         engine_args.enable_prefix_caching = not engine_args.create_model_config().has_inner_state
-    llm = LLMEngine.from_engine_args(engine_args)
+    config = engine_args.create_engine_config()
+    if config.parallel_config.data_parallel_size > 1:
+        _take_ranks_as_they_are(config.parallel_config)
+    llm = LLMEngine(config, executor_class=InWorldExecutor, log_stats=False)
     torch.set_num_threads(num_threads)  # vLLM leaves one where OMP_NUM_THREADS is not set
     return llm
 

@@ -28,17 +28,17 @@ class Outputs:
         loop: of the engine.
         llm: vLLM's engine.
         cfg: uses model.moe.replay and sampling.
-        is_leader: whether its completions are read. Else no routes are recorded.
+        is_first: of its tensor-parallel group. The others record no routes.
     Raises: Refusal when this vLLM or this model cannot return what trainers need.
     """
 
-    def __init__(self, loop: CoreLoop, llm: Any, cfg: Config, *, on_cpu: bool, is_leader: bool):
+    def __init__(self, loop: CoreLoop, llm: Any, cfg: Config, *, on_cpu: bool, is_first: bool):
         self._loop = loop
         self._recorders: dict[str, TokenRecorder] = {}  # by the key of their column
-        if cfg.model.moe.replay and not is_leader:
+        if cfg.model.moe.replay and not is_first:
             ask_no_routes(llm)
         elif cfg.model.moe.replay:
-            self._recorders[RouterRoutes.key] = make_route_recorder(llm, on_cpu=on_cpu)
+            self._recorders[RouterRoutes.key] = make_route_recorder(llm, loop, on_cpu=on_cpu)
         if cfg.sampling.truncates:
             self._recorders[SamplingMasks.key] = make_mask_recorder(llm, on_cpu=on_cpu)
         self._stops = make_stop_strings(cfg)

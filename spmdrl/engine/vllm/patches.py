@@ -12,7 +12,7 @@ keep_transformers_classes  models.transformers.base.Base, support_torch_compile
 keep_head_bias             ParallelLMHead._register_bias   once a second loading keeps the bias
 count_own_ranks            models.gpt_oss.MLPBlock         once it asks no rank but its engine's
 add_phimoe_head_bias       models.phimoe.PhiMoEForCausalLM.compute_logits   once it adds the bias
-patch_cpu_build            applies the next ten
+patch_cpu_build            applies the next eleven
 inspect_models_here        model_executor.models.registry._run_in_subprocess
                                                     once that is an option
 keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm
@@ -27,6 +27,8 @@ keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32
 choose_cpu_experts         fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend,
                            in expert_adapters.py (0.32, 0.33)
                                                     once its CPU experts know LoRA
+exchange_tokens            distributed.device_communicators.cpu_communicator.CpuCommunicator
+                                                    once it gathers different numbers of rows
 draw_numbers_ahead         sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu (0.32, 0.33)
                                                     once it makes no call per request
 leave_adapters_out         lora.ops.torch_ops.bgmv_expand, bgmv_expand_slice, and their names in
@@ -47,9 +49,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.engine.vllm.expert_adapters import LowRank, choose_cpu_experts
+from spmdrl.world.torch_internals import all_gather_single
 
 _NUMBERS_AHEAD = 32
 _ADDED = ("__init__", "__call__", "save_aot_compiled_function", "_ignore_compile_vllm")
@@ -194,6 +198,7 @@ def patch_cpu_build() -> None:
     route_in_one_group()
     keep_expert_weights_live()
     choose_cpu_experts()
+    exchange_tokens()
     draw_numbers_ahead()
     leave_adapters_out()
     keep_numbers_of_drafts()
@@ -391,6 +396,53 @@ def _activate(activation: Any, output: Tensor, rows: Tensor) -> None:
         output.copy_(SwigluOAIAndMul.forward_native(numbers, rows))  # type: ignore[arg-type]
     else:
         apply_moe_activation(activation, output, rows)
+
+
+def exchange_tokens() -> None:
+    """Let ranks with different numbers of tokens exchange those of experts.
+
+    With data-parallel attention vLLM gathers the tokens of all ranks, and sums what each rank's
+    experts make of them. Its CPU build has this for equal numbers alone.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv = _gather_rows
+    CpuCommunicator.reduce_scatterv = _sum_rows
+
+
+def _gather_rows(
+    self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> Tensor | list[Tensor]:
+    """Return the rows of all ranks of the group, [sum(sizes), ...], in rank order.
+
+    Args:
+        input_: [sizes[own rank], ...], or several.
+        dim: 0.
+        sizes: rows of each rank; None if all have the same.
+    """
+    if isinstance(input_, list):
+        return [_gather_rows(self, rows, dim, sizes) for rows in input_]
+    sizes = sizes or [len(input_)] * self.world_size
+    padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    gathered = padded.new_empty(self.world_size * len(padded), *padded.shape[1:])
+    all_gather_single(gathered, padded, group=self.device_group)
+    parts = gathered.chunk(self.world_size)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _sum_rows(self: Any, input_: Tensor, dim: int = 0, sizes: list[int] | None = None) -> Tensor:
+    """Return this rank's rows of the sum over the ranks of the group, [sizes[own rank], ...].
+
+    Args:
+        input_: [sum(sizes), ...].
+        dim: 0.
+        sizes: as in `_gather_rows`.
+    """
+    sizes = sizes or [len(input_) // self.world_size] * self.world_size
+    total = input_.clone()
+    dist.all_reduce(total, group=self.device_group)
+    return total.split(sizes)[self.rank_in_group]
 
 
 def draw_numbers_ahead() -> None:

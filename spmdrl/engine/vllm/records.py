@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmdrl.columns import RouterRoutes, TokenColumn
 from spmdrl.engine.protocol import MaskRows, Request, check_masks, masks_of_rows, route_dtype
-from spmdrl.engine.vllm.core_loop import Drawn
+from spmdrl.engine.vllm.core_loop import CoreLoop, Drawn
 from spmdrl.engine.vllm.internals import (
     SlotCache,
     model_runner,
@@ -54,18 +54,24 @@ class TokenRecorder:
 # --------------------------------------------------------------------------- routes
 
 
-def make_route_recorder(llm: Any, *, on_cpu: bool) -> TokenRecorder:
+def make_route_recorder(llm: Any, loop: CoreLoop, *, on_cpu: bool) -> TokenRecorder:
     """Return the recorder of routes, [n, L, K] of all tokens of a request but the last.
 
     Args:
         llm: vLLM's engine, built with the arguments that arguments.py adds for model.moe.replay.
+        loop: of the engine. If it has several parts, these send the routes with the tokens.
     Raises: Refusal when this vLLM or this model cannot record them.
     """
     runner = model_runner(llm)
     layers = moe_layers(runner.get_model())
-    if on_cpu:
-        return _SlotRoutes(runner, layers)
-    return _ReturnedRoutes(layers, dtype=route_dtype(num_experts(runner)[0]))
+    dtype = route_dtype(num_experts(runner)[0])
+    if not on_cpu:
+        return _ReturnedRoutes(layers, dtype=dtype)
+    own = _SlotRoutes(runner, layers)
+    if loop.parts == 1:
+        return own
+    loop.read_routes = own.read
+    return _ReturnedRoutes([*range(len(layers))], dtype=dtype)
 
 
 class _SlotRoutes(TokenRecorder):
@@ -89,6 +95,11 @@ class _SlotRoutes(TokenRecorder):
         is_real = slots >= 0
         chosen = topk_ids[is_real].to(self._chosen.dtype)
         self._chosen[slots[is_real], self._index[layer_id]] = chosen
+
+    def read(self, name: str, tokens: range) -> Any:
+        """Return the routes of some tokens of a request as an array [n, L, K]; None if unknown."""
+        slots = self._cache.of_request(name, tokens)
+        return None if slots is None else self._chosen[slots].numpy()
 
     def finished(self, drawn: Drawn, tokens: Tensor) -> RouterRoutes:
         return _check_routes(drawn, self._first(drawn, _num_computed(drawn)))

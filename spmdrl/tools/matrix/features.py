@@ -54,6 +54,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("tp", "tensor parallelism", {"layout.tp": 2}),
     Feature("cp", "context parallelism", {"layout.cp": 2}),
     Feature("inference_tp", "an engine of several ranks", {"layout.inference_tp": 2}),
+    Feature(
+        "inference_dp",
+        "data-parallel attention in an engine",
+        {"layout.inference_dp": 2, "engine.options": {"enable_expert_parallel": True}},
+    ),
     Feature("split", "ranks train or generate", {"layout.placement": "split"}),
     Feature("colocated", "ranks do both in turns", {"layout.placement": "colocated"}),
     Feature("transformers", "engine.kind transformers", {"engine.kind": "transformers"}),
