@@ -66,6 +66,16 @@ def test_families_that_vllm_computes_otherwise_get_what_makes_them_right(tmp_pat
     llama = {"override_generation_config": {"attn_temperature_tuning": True}}
     assert model_arguments(_config_of(tmp_path / "c", "llama4_text")) == llama
     assert model_arguments(_config_of(tmp_path / "d", "qwen3")) == {}
+    others = {
+        "olmoe": [{"clip_qkv": 8.0}, {"attention_bias": True}],
+        "qwen2_moe": [{"qkv_bias": False}],
+        "qwen3_moe": [{"attention_bias": True}],
+    }
+    for family, settings in others.items():
+        assert model_arguments(_config_of(tmp_path / family, family)) == {}
+        for number, fields in enumerate(settings):
+            odd = _config_of(tmp_path / f"{family}{number}", family, **fields)
+            assert model_arguments(odd) == backend
     for number, (has_windows, found) in enumerate({False: {}, True: backend}.items()):
         moe = _config_of(tmp_path / f"e{number}", "qwen2_moe", use_sliding_window=has_windows)
         assert model_arguments(moe) == found

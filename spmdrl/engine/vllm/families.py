@@ -27,7 +27,11 @@ from spmdrl.world.world import is_on_cpu
 _DIFFERS: dict[str, Callable[[Any, str], bool]] = {
     "cohere2": lambda config, dtype: True,  # windows are a token longer
     "gemma3n_text": lambda config, dtype: True,  # off by 0.1 nats
-    "qwen2_moe": lambda config, dtype: config.use_sliding_window,  # it has no sliding windows
+    # It has no sliding windows, and always biases of queries, keys and values.
+    "qwen2_moe": lambda config, dtype: config.use_sliding_window or not config.qkv_bias,
+    "qwen3_moe": lambda config, dtype: config.attention_bias,  # its output projection has no bias
+    # It has no biases and clips nothing.
+    "olmoe": lambda config, dtype: config.attention_bias or config.clip_qkv is not None,
     "ministral3": lambda config, dtype: True,  # queries do not grow beyond the pretrained length
     "apertus": lambda config, dtype: dtype == "float32",  # its activation is in bfloat16
 }
