@@ -287,36 +287,36 @@ def test_it_says_whether_prefixes_are_computed_once(shards, tmp_path, capsys):
 @pytest.mark.parametrize(
     "field, changes",
     [
-        ("model.teacher", {"algorithm": {"advantage": "distill"}, "model": {"teacher": "STATE"}}),
-        ("critic.path", {"algorithm": {"advantage": "gae"}, "critic": {"path": "STATE"}}),
-        ("critic.path", {"algorithm": {"advantage": "prime"}, "critic": {"path": "STATE"}}),
+        ("model.teacher", {"algorithm": {"advantage": "distill"}, "model": {"teacher": "MODEL"}}),
+        ("critic.path", {"algorithm": {"advantage": "gae"}, "critic": {"path": "MODEL"}}),
+        ("critic.path", {"algorithm": {"advantage": "prime"}, "critic": {"path": "MODEL"}}),
         (
             "model.reference.path",
-            {"algorithm": {"kl_coef": 0.1}, "model": {"reference": {"path": "STATE"}}},
+            {"algorithm": {"kl_coef": 0.1}, "model": {"reference": {"path": "MODEL"}}},
         ),
-        ("rewards.functions[0]", {"rewards": {"functions": ("model:STATE",)}}),
+        ("rewards.functions[0]", {"rewards": {"functions": ("model:MODEL",)}}),
     ],
     ids=["teacher", "value model", "process reward model", "reference", "reward model"],
 )
 def test_each_model_that_cannot_share_prefixes_is_named_with_its_layer(
     shards, tmp_path, field, changes
 ):
-    folder = str(tmp_path / "state")
-    family_config("qwen3_next").save_pretrained(folder)
-    named = json.loads(json.dumps(changes).replace("STATE", folder))
+    folder = str(tmp_path / "gptj")
+    family_config("gptj").save_pretrained(folder)
+    named = json.loads(json.dumps(changes).replace("MODEL", folder))
     cfg = changed(config(shards, tmp_path, batch={"group_size": 8}), **named)
     found = dry_run.shared_prefixes(cfg)
-    why = "layers.0.linear_attn begins each sequence with an empty state"
-    assert found.startswith(f"each sequence is computed whole: {field} {folder}: model.{why}")
+    why = "h.0.attn computes one sequence per row"
+    assert found.startswith(f"each sequence is computed whole: {field} {folder}: transformer.{why}")
     assert found.endswith(f"; others could share: model.path {shards}")
     run = run_of_model(cfg, build_policy(cfg), prompt_tokens=0, response_tokens=0)
     assert not run.shares_prefixes and run.unshared.endswith(why)
 
 
 def test_a_model_that_the_methods_do_not_use_keeps_none_from_sharing(shards, tmp_path):
-    family_config("qwen3_next").save_pretrained(tmp_path / "state")
+    family_config("gptj").save_pretrained(tmp_path / "gptj")
     cfg = config(shards, tmp_path, batch={"group_size": 8})
-    cfg = changed(cfg, critic={"path": str(tmp_path / "state")})
+    cfg = changed(cfg, critic={"path": str(tmp_path / "gptj")})
     assert "are computed once" in dry_run.shared_prefixes(cfg)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from spmdrl.model.attention.state_layers import (
     with_functions,
     with_packed_states,
 )
-from spmdrl.model.parallel.row_slices import Slicing, make_slice
+from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
 from spmdrl.model.parallel.state_exchange import StateRow
 from tests.helpers.ranks import run_ranks
 
@@ -194,25 +195,30 @@ def _with_gradients(
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 200])
-def test_a_recurrence_is_computed_token_by_token(tokens):
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_recurrence_is_computed_token_by_token(tokens, is_empty):
     torch.manual_seed(0)
-    decay = torch.rand(tokens, 3, 2, dtype=torch.float64)
-    decay[tokens // 2] = 0.0  # a sequence begins
-    inputs = torch.randn(tokens, 3, 2, dtype=torch.float64)
-    inputs.requires_grad_()
-    decay.requires_grad_()
-    state = torch.zeros(3, 2, dtype=torch.float64)
+    bounds = torch.tensor([0, tokens // 2, tokens] if tokens > 1 else [0, tokens])
+    log_decay = torch.rand(tokens, 3, 2, dtype=torch.float64).log().requires_grad_()
+    values = torch.randn(tokens, 3, 2, dtype=torch.float64, requires_grad=True)
+    before = torch.randn(len(bounds) - 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    inputs = [log_decay, values] if is_empty else [log_decay, values, before]
     states = []
-    for at in range(tokens):
-        state = decay[at] * state + inputs[at]
-        states.append(state)
+    for number, (at, end) in enumerate(pairwise(bounds.tolist())):
+        state = torch.zeros_like(before[0]) if is_empty else before[number]
+        for token in range(at, end):
+            state = log_decay[token].exp() * state + values[token]
+            states.append(state)
     expected = torch.stack(states)
-    own = linear_recurrence(decay, inputs)
+    own, after = linear_recurrence(
+        log_decay, values, bounds=bounds, before=None if is_empty else before
+    )
     direction = torch.randn_like(own)
     torch.testing.assert_close(own, expected)
+    torch.testing.assert_close(after, expected[bounds[1:] - 1])
     torch.testing.assert_close(
-        torch.autograd.grad((own * direction).sum(), [decay, inputs]),
-        torch.autograd.grad((expected * direction).sum(), [decay, inputs]),
+        torch.autograd.grad((own * direction).sum() + after.sum(), inputs),
+        torch.autograd.grad((expected * direction).sum() + expected[bounds[1:] - 1].sum(), inputs),
     )
 
 
@@ -236,7 +242,8 @@ def test_kernels_get_the_boundaries_of_sequences(family, monkeypatch):
         seen.append("convolution")
         return x
 
-    def delta_rule(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):
+    def delta_rule(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens, **states):
+        assert states == {"initial_state": None, "output_final_state": False}
         assert cu_seqlens.tolist() == [0, 3, 5] and use_qk_l2norm_in_kernel
         assert beta.shape == v.shape[:3] and q.shape == k.shape
         assert g.shape == (k.shape if family == "kimi_linear" else v.shape[:3])
@@ -290,15 +297,41 @@ def test_mambas_kernel_is_called_once_per_sequence(monkeypatch):
 PARTS = ("qwen3_next", "kimi_linear", "mamba2", "jamba", "minimax", "recurrent_gemma")
 
 
-def _gaps_of_parts() -> dict[tuple[str, str], float]:
+SHARED = torch.arange(40)
+ROWS = {
+    "apart": (PARTS, [torch.arange(n) + at for at, n in ((0, 37), (40, 1), (50, 143), (200, 9))]),
+    "branches": (
+        PARTS[:4],
+        [torch.arange(50, 87), *(torch.cat([SHARED, torch.arange(n) + n]) for n in (1, 9, 64))],
+    ),
+}
+"""{row: families, and tokens of its sequences, which have a prefix in common or not}."""
+
+
+def _gaps_of_parts() -> dict[tuple[str, str, str], float]:
     """Return how far outputs and gradients of parts of the tokens are from those of the row."""
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     rank = dist.get_rank()
     size = dist.get_world_size()
-    tokens = torch.arange(190)
-    slicing = Slicing(group, rank, size, is_padded=False)
-    part = make_slice(tokens, (37, 1, 143, 9), scored=torch.tensor([1]), slicing=slicing)
+    slicing = Slicing(group, rank, size, is_padded=False, shares_prefixes=True)
+    gaps: dict[tuple[str, str, str], float] = {}
+    for name, (families, sequences) in ROWS.items():
+        tokens = torch.cat(sequences)
+        lengths = [len(own) for own in sequences]
+        part = make_slice(tokens, lengths, scored=torch.tensor([1]), slicing=slicing)
+        assert (part.packing.whole.parents is None) == (name == "apart")
+        for key, gap in _gaps_of_row(part, group, families).items():
+            gaps[name, *key] = gap
+    dist.destroy_process_group()
+    return gaps
+
+
+def _gaps_of_row(
+    part: RowSlice, group: dist.ProcessGroup, families: Sequence[str]
+) -> dict[tuple[str, str], float]:
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     places = {
         "cp": (part.rows, StateRow.of(part.packing, None)),
         "tp": (
@@ -306,8 +339,8 @@ def _gaps_of_parts() -> dict[tuple[str, str], float]:
             StateRow.of(part.packing.whole, group),
         ),
     }
-    gaps = {}
-    for family in PARTS:
+    gaps: dict[tuple[str, str], float] = {}
+    for family in families:
         layer = layer_of(family)
         states = torch.randn(1, part.row_length, 64)
         direction = torch.randn(1, part.row_length, 64)
@@ -324,11 +357,10 @@ def _gaps_of_parts() -> dict[tuple[str, str], float]:
                     expected = whole[name]
                 gap = float((value - expected).abs().max() / whole[name].abs().max())
                 gaps[family, kind] = max(gap, gaps.get((family, kind), 0.0))
-    dist.destroy_process_group()
     return gaps
 
 
 @pytest.mark.parametrize("size", [2, 3])  # of four heads: a rank has two, or all
 def test_ranks_with_a_part_of_the_tokens_compute_the_whole_row(size):
     for gaps in run_ranks(size, _gaps_of_parts):
-        assert len(gaps) == 2 * len(PARTS) and max(gaps.values()) < 1e-5, gaps
+        assert len(gaps) == 2 * (len(PARTS) + 4) and max(gaps.values()) < 1e-5, gaps

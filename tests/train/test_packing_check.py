@@ -19,8 +19,11 @@ from transformers.models.qwen3 import modeling_qwen3
 from spmdrl.config import Config
 from spmdrl.model import transformers_internals
 from spmdrl.model.attention.mask_patterns import MaskPattern
+from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.parallel import row_slices
+from spmdrl.tools.small_models.families import family_config
+from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 from spmdrl.train import packing_check
 from spmdrl.train.packing_check import _least_gap, _plain_gaps, check_packing, lengths_of
 from tests.helpers.built import made, small_model, training
@@ -124,6 +127,32 @@ def test_what_is_wrong_is_told_apart(said):
     assert "disagree with transformers' own forward pass" in said["narrow"]
     assert "not those that transformers' own from_pretrained loads" in said["loaded"]
     assert not any("limit" in said[name] for name in ("leak", "row", "narrow"))
+
+
+def _said_of_states(path: str) -> tuple[float, str]:
+    cfg = _config(path, "float32", tokens=48, budget=128)
+    with training(cfg) as (world, trainer):
+        model = trainer.policy.model
+        right = check_packing(model, cfg, world)["proof/shared_gap"][0]
+        with (
+            mock.patch.object(row_slices, "make_packing", _with_empty_states),
+            pytest.raises(RuntimeError) as error,
+        ):
+            check_packing(model, cfg, world)
+    return right, str(error.value)
+
+
+def _with_empty_states(*args: Any, parents: Any = None, **options: Any) -> Any:
+    """Return a packing whose shared prefixes layers with a state do not know."""
+    return make_packing(*args, **options)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_states_that_do_not_begin_after_a_shared_prefix_are_refused(family, tmp_path):
+    tiny_model(shrunk(family_config(family)), tmp_path)
+    right, wrong = run_ranks(1, _said_of_states, str(tmp_path))[0]
+    assert 0 <= right < 1e-5
+    assert "whose common prefix is computed once have other scores than each" in wrong
 
 
 def test_lengths_are_those_that_a_run_may_see():

@@ -6,7 +6,8 @@ begin (state_layers.py puts them in place).
 
 Where the packages of the fast kernels are installed (causal-conv1d, flash-linear-attention,
 mamba-ssm), transformers' functions call them, and get the boundaries as the kernels want them. Else
-the forms in plain torch are computed (state_chunks.py).
+the forms in plain torch are computed (state_chunks.py). Both go on from the state after a prefix
+that sequences share (state_branches.py).
 
 Under context or tensor parallelism a rank has a part of the tokens, and computes some of the heads
 or channels for the whole row (parallel/state_exchange.py).
@@ -18,7 +19,7 @@ state), V size of values (Mamba's head), D channels, W tokens of a convolution.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from spmdrl.imports import attempt
+from spmdrl.model.attention.packing import Packing
+from spmdrl.model.attention.state_branches import by_levels, with_earlier
 from spmdrl.model.attention.state_chunks import (
     convolve,
     delta_rule_of_chunks,
@@ -56,14 +59,18 @@ def convolution(
     own = row.own(len(weight), weight.device)
     weight = weight[own]
     bias = None if bias is None else bias[own]
+
+    def of_row(packing: Packing, x: Tensor) -> Tensor:
+        """From [d, T] to [d, T]."""
+        if has_kernel("causal_conv1d", x):
+            numbers = sequence_numbers(packing, x.shape[-1]).to(torch.int32)[None]
+            channels_last = x.T.contiguous().T[None]  # which the kernel needs for seq_idx
+            return original(channels_last, weight, bias, activation=activation, seq_idx=numbers)[0]
+        out = convolve(x, weight, bias, places=packing.places(x.shape[-1]))
+        return out if activation is None else ACT2FN[activation](out)
+
     whole = row.to_heads(x[0, :, :, None])[..., 0]
-    if has_kernel("causal_conv1d", x):
-        numbers = sequence_numbers(row.packing, whole.shape[-1]).to(torch.int32)[None]
-        channels_last = whole.T.contiguous().T[None]  # which the kernel needs for seq_idx
-        out = original(channels_last, weight, bias, activation=activation, seq_idx=numbers)[0]
-    else:
-        out = convolve(whole, weight, bias, places=row.packing.places(whole.shape[-1]))
-        out = out if activation is None else ACT2FN[activation](out)
+    out = with_earlier(of_row, row.packing, whole, count=weight.shape[-1] - 1)
     return row.to_tokens(out[..., None], heads=x.shape[1])[None, ..., 0].to(x.dtype)
 
 
@@ -106,15 +113,26 @@ def gated_delta_rule(
     row = row_of()
     parts = [row.to_heads(by_head(x)) for x in (query, key, value, g, beta)]
     if has_kernel("fla", query):
-        q, k, v, decay, beta = (x.transpose(0, 1)[None] for x in parts)
-        out = original(
-            *(q, k, v),
-            g=decay if g.dim() == 4 else decay[..., 0],
-            beta=beta[..., 0],
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=row.packing.cu_seqlens.long(),
-        )[0]
-        out = out[0].transpose(0, 1)
+        has_channels = g.dim() == 4
+
+        def of_sequences(
+            *inputs: Tensor, bounds: Tensor, before: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            """From inputs [n, h, ...] and states [S, h, K, V] to outputs [n, h, V] and states."""
+            q, k, v, decay, beta = (x[None] for x in inputs)
+            out, after = original(
+                *(q, k, v),
+                g=decay if has_channels else decay[..., 0],
+                beta=beta[..., 0],
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                cu_seqlens=bounds,
+                initial_state=before,
+                output_final_state=row.packing.parents is not None,
+            )
+            return out[0], after
+
+        out = by_levels(of_sequences, row.packing, *(x.transpose(0, 1) for x in parts))
+        out = out.transpose(0, 1)
     else:
         normalizes = use_qk_l2norm_in_kernel
         out = delta_rule_of_chunks(*parts, packing=row.packing, normalizes=normalizes)[0]
@@ -159,15 +177,35 @@ def mamba2_scan(
     inputs = row.to_heads(by_head(x))
     B, C = (row.to_all(by_head(each)) for each in (B, C))
     if has_kernel("mamba_ssm", x):
-        x, B, C = (each.transpose(0, 1)[None] for each in (inputs, B[groups], C[groups]))
-        numbers = sequence_numbers(row.packing, inputs.shape[1]).to(torch.int32)[None]
-        steps = steps[..., 0].T[None]
-        out = original(x, steps, A, B, C, chunk_size=chunk_size, D=D, seq_idx=numbers)
-        out = out[0].transpose(0, 1)
+        kernel = partial(original, A=A, chunk_size=chunk_size, D=D)
+        parts = (each.transpose(0, 1) for each in (inputs, steps, B[groups], C[groups]))
+        out = _mamba2_by_kernel(kernel, row.packing, *parts).transpose(0, 1)
     else:
         out = scan_of_chunks(inputs, steps, A, B[groups], C[groups], packing=row.packing)[0]
         out = out + D[:, None, None] * inputs.float()
     return by_token(row.to_tokens(out, heads=heads))
+
+
+def _mamba2_by_kernel(
+    kernel: Callable[..., Any], packing: Packing, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
+) -> Tensor:
+    """Return [T, h, V] from x [T, h, V], dt [T, h, 1] and B, C [T, h, K].
+
+    The kernel takes a state to begin with for one sequence alone.
+    """
+    if packing.parents is None:
+        numbers = sequence_numbers(packing, len(x)).to(torch.int32)[None]
+        return kernel(x[None], dt[None, ..., 0], B=B[None], C=C[None], seq_idx=numbers)[0]
+
+    def of_sequence(
+        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *, bounds: Tensor, before: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """From inputs [n, h, ...] and a state [1, h, V, K] to the output [n, h, V] and a state."""
+        states = dict(initial_states=before, return_final_states=True)
+        out, after = kernel(x[None], dt[None, ..., 0], B=B[None], C=C[None], **states)
+        return out[0], after
+
+    return by_levels(of_sequence, packing, x, dt, B, C, one_by_one=True)
 
 
 def time_steps(

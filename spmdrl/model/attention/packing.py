@@ -104,6 +104,8 @@ class Packing:
     key_copies: Copies | None = None
     """Where sequences share keys: from the keys to those of each sequence, one after another, or
     in padded order."""
+    parents: tuple[int, ...] | None = None
+    """For each sequence the one that it continues, an earlier one, or -1; None: none does."""
     chunked: Packing | None = None
     """The same tokens, with each chunk as a sequence."""
     spans: Tensor | None = None
@@ -156,6 +158,7 @@ def make_packing(
     padded: bool,
     key_lengths: Sequence[int] | None = None,
     key_index: Tensor | None = None,
+    parents: Sequence[int] | None = None,
     chunk: int | None = None,
     spans: Tensor | None = None,
 ) -> Packing:
@@ -169,6 +172,7 @@ def make_packing(
             keys and queries are the same tokens.
         key_index: [K] int64 on the CPU, where each sequence's keys are, if sequences share some;
             None: they lie one after another.
+        parents: see Packing.parents.
         chunk: length of the chunks that some layers attend within, in tokens; None: no chunks.
         spans: [T] int64 on the CPU, see Packing.spans; only with `padded`.
     """
@@ -215,6 +219,7 @@ def make_packing(
         groups=_groups(queries, others, members),
         keys=keys,
         key_copies=key_copies,
+        parents=None if parents is None else tuple(parents),
         chunked=chunked,
         spans=spans,
     )

@@ -4,9 +4,9 @@ A row holds several sequences. A layer must not mix tokens of different sequence
 
 - Attention that goes through transformers' attention interface calls our kernel, which knows where
   sequences begin. A layer's masks say which tokens it may attend to (mask_patterns.py).
-- Layers with a state whose functions we replace clear it where a sequence begins: gated delta nets,
-  Kimi delta attention, Mamba 1 and 2, RG-LRU, lightning attention, short convolutions
-  (state_layers.py).
+- Layers with a state whose functions we replace clear it where a sequence begins, or take the one
+  after a shared prefix: gated delta nets, Kimi delta attention, Mamba 1 and 2, RG-LRU, lightning
+  attention, short convolutions (state_layers.py).
 - Other layers that mix tokens do not know about packing: attention by the model's own code, and
   eager attention to keys that an indexer chooses. They compute one sequence per row, padded at its
   end. They are causal, so no token sees the padding.
@@ -128,8 +128,6 @@ class PackingSupport:
         """Return why a common prefix cannot be computed once; empty if it can."""
         for name in itertools.chain(*self.mixers.values()):
             return f"{name} computes one sequence per row"
-        for name in itertools.chain(*self.states.values()):
-            return f"{name} begins each sequence with an empty state"
         for name, pattern in self.mask_patterns.items():
             if pattern.chunk is not None:
                 return f"{name} attends within chunks of {pattern.chunk} tokens"

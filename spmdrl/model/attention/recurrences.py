@@ -11,6 +11,7 @@ rank, N size of a channel's state.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +20,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spmdrl.model.attention.packed_states import has_kernel
+from spmdrl.model.attention.packing import Packing
+from spmdrl.model.attention.state_branches import by_levels, with_earlier
 from spmdrl.model.parallel.state_exchange import StateRow
 
 CHUNK = 32
 """Tokens of a chunk: about the square root of half the tokens of a row."""
 
 
-def linear_recurrence(decay: Tensor, inputs: Tensor) -> Tensor:
-    """Return the states h[t] = decay[t] h[t-1] + inputs[t], which begin with inputs[0].
+def linear_recurrence(
+    log_decay: Tensor, inputs: Tensor, *, bounds: Tensor, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the states h[t] = exp(log_decay[t]) h[t-1] + inputs[t] [T, ...], and those that end
+    sequences [S, ...].
 
     Args:
-        decay, inputs: [T, ...], of one dtype. The decay is 0 where a sequence begins.
+        log_decay, inputs: [T, ...], of one dtype.
+        bounds: [S + 1] int64, where each sequence begins.
+        before: [S, ...], the state before each sequence; None: empty.
     """
-    return _Recurrence.apply(decay, inputs)
+    firsts = bounds[:-1]
+    decay = log_decay.index_fill(0, firsts, -torch.inf).exp()
+    if before is not None:
+        inputs = inputs.index_add(0, firsts, log_decay[firsts].exp() * before)
+    states = _Recurrence.apply(decay, inputs)
+    return states, states[bounds[1:] - 1]
 
 
 class _Recurrence(torch.autograd.Function):
@@ -117,37 +130,47 @@ def selective_scan(
         steps = steps + delta_bias[own, None].to(steps.dtype)
     steps = F.softplus(steps) if delta_softplus else steps
     if has_kernel("mamba_ssm", x):
-        out = _by_sequence(original, row, inputs, steps, A[own], B, C)
+        kernel = partial(_by_sequence, original, A[own])
+        out = with_earlier(kernel, row.packing, inputs, steps, B.T, C.T, count=None)
     else:
-        out = _scan(row, inputs, steps, A[own], B, C)
+        out = by_levels(partial(_scan, A[own]), row.packing, inputs.T, steps.T, B, C).T
     if D is not None:
         out = out + D[own, None] * inputs
     out = row.to_tokens(out[..., None], heads=channels)[None, ..., 0]
     return out if z is None else out * F.silu(z)
 
 
-def _scan(row: StateRow, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """Return [d, T] float32, from x and dt [d, T], A [d, N] and B, C [T, N]."""
-    dt = dt.T.float()
-    first = row.packing.places(len(dt)) == 0
-    log_decay = (dt[..., None] * A.float()).masked_fill(first[:, None, None], -torch.inf)
-    inputs = (dt * x.T.float())[..., None] * B.float()[:, None]
-    states = linear_recurrence(log_decay.exp(), inputs)
-    return (states @ C.float()[..., None])[..., 0].T
+def _scan(
+    A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, **sequences: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the output [n, d] and the states after sequences [S, d, N], float32.
+
+    Args:
+        A: [d, N].
+        x, dt: [n, d].
+        B, C: [n, N].
+        sequences: `bounds` and `before` of `linear_recurrence`.
+    """
+    dt = dt.float()
+    log_decay = dt[..., None] * A.float()
+    inputs = (dt * x.float())[..., None] * B.float()[:, None]
+    states, after = linear_recurrence(log_decay, inputs, **sequences)
+    return (states @ C.float()[..., None])[..., 0], after
 
 
 def _by_sequence(
     kernel: Callable[..., Any],
-    row: StateRow,
+    A: Tensor,
+    packing: Packing,
     x: Tensor,
     dt: Tensor,
-    A: Tensor,
     B: Tensor,
     C: Tensor,
 ) -> Tensor:
-    """Return [d, T] by the kernel of mamba-ssm, which takes a row for one sequence."""
-    lengths = row.packing.cu_seqlens.diff().tolist()
-    parts = zip(*(each.split(lengths, dim=1) for each in (x, dt, B.T, C.T)))
+    """Return [d, T] by the kernel of mamba-ssm, which takes a row for one sequence, and no state to
+    begin with."""
+    lengths = packing.cu_seqlens.diff().tolist()
+    parts = zip(*(each.split(lengths, dim=1) for each in (x, dt, B, C)))
     outputs = [
         kernel(*(each.contiguous()[None] for each in (own_x, own_dt)), A, own_B[None], own_C[None])
         for own_x, own_dt, own_B, own_C in parts

@@ -1,8 +1,8 @@
 """Layers that keep a state over the tokens of a packed row, in plain torch.
 
 A convolution looks at no token before its sequence. The state of a delta rule or of Mamba 2 is
-computed over chunks of the row: within a chunk by matmuls, then from chunk to chunk. It is cleared
-where a sequence begins.
+computed over chunks of the row: within a chunk by matmuls, then from chunk to chunk. Where a
+sequence begins, it is cleared, or it is the state after what the sequence continues.
 
 Shape letters: T packed tokens, C chunks, L tokens of a chunk, h heads, K size of keys (Mamba's
 state), V size of values (Mamba's head), D channels.
@@ -10,6 +10,7 @@ state), V size of values (Mamba's head), D channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.attention.packing import Packing
+from spmdrl.model.attention.state_branches import ChunkPlaces, in_chunks, place, take
 
 CHUNK = 64
 """Tokens that are computed by matmuls; the state goes from chunk to chunk."""
@@ -53,7 +55,9 @@ class _Chunks:
     tokens: int  # T
     size: int  # L
     together: Tensor  # [C, L, L] bool, of a token and a token not after it
-    continued: Tensor  # [C, L] bool, whether the token's sequence began in an earlier chunk
+    continued: Tensor  # [C, L] bool, whether a token's state before the chunk is not empty
+    branches: ChunkPlaces | None = None
+    """None: tokens are one after another, and each chunk follows the one before."""
 
     @classmethod
     def of(cls, packing: Packing, tokens: int, *, size: int = CHUNK) -> _Chunks:
@@ -65,20 +69,38 @@ class _Chunks:
 
     @classmethod
     def _of(cls, packing: Packing, tokens: int, size: int) -> _Chunks:
-        numbers = F.pad(sequence_numbers(packing, tokens), (0, -tokens % size), value=-1)
+        branches = None
+        if packing.parents is None:
+            numbers = F.pad(sequence_numbers(packing, tokens), (0, -tokens % size), value=-1)
+        else:
+            branches = in_chunks(packing, size)
+            numbers = branches.numbers
         numbers = numbers.view(-1, size)
         before = F.pad(numbers[:-1, -1], (1, 0), value=-2)
+        if branches is not None:
+            firsts = [*branches.before]
+            before[firsts] = numbers[firsts, 0]
         causal = torch.ones(size, size, dtype=torch.bool, device=numbers.device).tril()
         together = (numbers[:, :, None] == numbers[:, None, :]) & causal
-        return cls(tokens, size, together, numbers == before[:, None])
+        return cls(tokens, size, together, numbers == before[:, None], branches)
+
+    def before(self, at: int, after: Sequence[Tensor]) -> Tensor:
+        """Return the state before chunk `at`; `after`: an empty one, then those after chunks."""
+        parent = self.branches.before.get(at, at - 1) if self.branches else at - 1
+        return after[parent + 1]
 
     def cut(self, x: Tensor) -> Tensor:
         """Return [h, T, D] as float32 [h, C, L, D], with zeros in the place of padding."""
-        return F.pad(x.float(), (0, 0, 0, -self.tokens % self.size)).unflatten(1, (-1, self.size))
+        if self.branches is not None:
+            whole = place(x.float(), self.branches.at, count=len(self.branches.numbers))
+        else:
+            whole = F.pad(x.float(), (0, 0, 0, -self.tokens % self.size))
+        return whole.unflatten(1, (-1, self.size))
 
     def joined(self, x: Tensor) -> Tensor:
         """Return [h, C, L, D] as [h, T, D]."""
-        return x.flatten(1, 2)[:, : self.tokens]
+        whole = x.flatten(1, 2)
+        return take(whole, self.branches.at) if self.branches else whole[:, : self.tokens]
 
     def decays(self, log_decay: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is left of a state, where each token leaves exp(log_decay) of it.
@@ -115,6 +137,7 @@ class _Chunks:
             keys, values: [h, C, L, K] and [h, C, L, V], whose outer products tokens add.
             between, from_start: see `decays`.
         """
+        assert self.branches is None, "engines compute whole prompts"
         last = packing.cu_seqlens[1:].long() - 1
         at = (slice(None), last // self.size, last % self.size)
         added = (keys[:, at[1]] * between[at]).mT @ values[:, at[1]]
@@ -166,18 +189,19 @@ def delta_rule_of_chunks(
     read = query * from_start
     kept = (key * between[..., -1, :, :]).mT
     whole = from_start[..., -1, :, None]
-    state = query.new_zeros(query.shape[0], query.shape[-1], value.shape[-1])
+    after = [query.new_zeros(query.shape[0], query.shape[-1], value.shape[-1])]
     outputs = []
     states = []
     news = []
-    for own_written, own_answered, own_read, own_attended, own_whole, own_kept in zip(
-        *(x.unbind(1) for x in (written, answered, read, attended, whole, kept))
-    ):
+    parts = zip(*(x.unbind(1) for x in (written, answered, read, attended, whole, kept)))
+    for at, part in enumerate(parts):
+        own_written, own_answered, own_read, own_attended, own_whole, own_kept = part
+        state = chunks.before(at, after)
         new = own_written - own_answered @ state
         outputs.append(own_read @ state + own_attended @ new)
         states.append(state)
         news.append(new)
-        state = state * own_whole + own_kept @ new
+        after.append(state * own_whole + own_kept @ new)
     ends = None
     if wants_states:
         before = torch.stack(states, dim=1)
@@ -210,11 +234,12 @@ def scan_of_chunks(
     inside = _products(C, B, between) @ steps
     written = (B * between[..., -1, :, :]).mT @ steps
     whole = from_start[..., -1, :, None]
-    state = torch.zeros_like(written[:, 0])
+    after = [torch.zeros_like(written[:, 0])]
     states = []
-    for own_written, own_whole in zip(written.unbind(1), whole.unbind(1)):
+    for at, (own_written, own_whole) in enumerate(zip(written.unbind(1), whole.unbind(1))):
+        state = chunks.before(at, after)
         states.append(state)
-        state = state * own_whole + own_written
+        after.append(state * own_whole + own_written)
     before = torch.stack(states, dim=1)
     ends = None
     if wants_states:

@@ -26,7 +26,9 @@ from spmdrl.model.attention.packed_states import (
     gated_delta_rule,
     mamba2_scan,
 )
+from spmdrl.model.attention.packing import Packing
 from spmdrl.model.attention.recurrences import linear_recurrence, selective_scan
+from spmdrl.model.attention.state_branches import by_levels, with_earlier
 from spmdrl.model.attention.state_chunks import convolve, scan_of_chunks
 from spmdrl.model.parallel.state_exchange import StateRow
 
@@ -123,18 +125,24 @@ def _recurrent_block(
     heads = unit.num_attention_heads
     x = row.to_heads(by_head(layer.linear_x(input_states).unflatten(-1, (heads, -1))))
     own = row.own(heads, x.device)
-    places = row.packing.places(x.shape[1])
     weight = layer.conv_1d.weight.squeeze(1).unflatten(0, (heads, -1))[own]
     bias = layer.conv_1d.bias.unflatten(0, (heads, -1))[own]
-    x = convolve(x.mT.flatten(0, 1), weight.flatten(0, 1), bias.flatten(), places=places)
+
+    def convolved(packing: Packing, x: Tensor) -> Tensor:
+        """From [h V, T] to [h V, T]."""
+        places = packing.places(x.shape[1])
+        return convolve(x, weight.flatten(0, 1), bias.flatten(), places=places)
+
+    x = with_earlier(convolved, row.packing, x.mT.flatten(0, 1), count=weight.shape[-1] - 1)
     x = x.unflatten(0, (len(own), -1)).mT
-    states = linear_recurrence(*_gates(unit, x, own, places == 0)).transpose(0, 1)
+    gates = _gates(unit, x, own, row.packing.places(x.shape[1]) == 0)
+    states = by_levels(linear_recurrence, row.packing, *gates).transpose(0, 1)
     states = by_token(row.to_tokens(states.to(x.dtype), heads=heads)).flatten(2)
     return layer.linear_out(states * layer.act_fn(layer.linear_y(input_states))), None
 
 
 def _gates(unit: Any, x: Tensor, own: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Return decays and inputs of RG-LRU's states, [T, h, V] float32.
+    """Return log decays and inputs of RG-LRU's states, [T, h, V] float32.
 
     Args:
         unit: the RG-LRU.
@@ -154,8 +162,7 @@ def _gates(unit: Any, x: Tensor, own: Tensor, first: Tensor) -> tuple[Tensor, Te
     root = inspect.unwrap(type(unit).forward).__globals__["SqrtBoundDerivative"]
     scale = root.apply(1 - (2 * log_decay).exp()).masked_fill(first[:, None], 1.0)
     inputs = x * gate(unit.input_gate_weight, unit.input_gate_bias) * scale.to(x.dtype)
-    decay = log_decay.masked_fill(first[:, None], -torch.inf).exp()
-    return decay.transpose(0, 1).float(), inputs.transpose(0, 1).float()
+    return log_decay.transpose(0, 1).float(), inputs.transpose(0, 1).float()
 
 
 def no_fused_scan(*_: Any, **__: Any) -> None:

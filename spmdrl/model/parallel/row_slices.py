@@ -168,8 +168,10 @@ def make_slice(
     row = F.pad(tokens[tree.sources], (0, missing))
     rows = torch.arange(len(row))
     paths = tree.paths()
+    parents = [*tree.parents]
     if missing:
         paths.append([(len(row) - missing, len(row))])
+        parents.append(-1)
     position_ids = torch.cat([torch.arange(*_span(path)) for path in paths])
     spans = None
     if multimodal is not None:
@@ -177,7 +179,7 @@ def make_slice(
         layout = slicing.vision.row(row, [end - begin for ((begin, end),) in paths], multimodal)
         position_ids = layout.position_ids
         spans = layout.spans
-    whole = _packing(paths, slicing, spans=spans)
+    whole = _packing(paths, parents, slicing, spans=spans)
     packing: Packing | SlicedPacking = whole
     if slicing.group is not None:
         chunks = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
@@ -222,11 +224,13 @@ def _length(path: Path) -> int:
     return sum(end - begin for begin, end in path)
 
 
-def _packing(paths: Sequence[Path], slicing: Slicing, *, spans: Tensor | None) -> Packing:
+def _packing(
+    paths: Sequence[Path], parents: Sequence[int], slicing: Slicing, *, spans: Tensor | None
+) -> Packing:
     """Return the packing of a whole row.
 
     Args:
-        paths: of all nodes, in order. spans: see Packing.
+        paths: of all nodes, in order. parents, spans: see Packing.
     """
     lengths = [path[-1][1] - path[-1][0] for path in paths]
     if all(len(path) == 1 for path in paths):
@@ -239,6 +243,7 @@ def _packing(paths: Sequence[Path], slicing: Slicing, *, spans: Tensor | None) -
         padded=slicing.is_padded,
         key_lengths=[_length(path) for path in paths],
         key_index=_key_index(paths, 0),
+        parents=parents,
     )
 
 

@@ -95,7 +95,6 @@ class StateRow:
         if isinstance(packing, SlicedPacking):
             levels.append(_Level(packing.group, in_row_order, by_rank))
             packing = packing.whole
-        assert packing.keys is None, "a state begins with its sequence"
         return cls(packing, tuple(levels))
 
     def to_heads(self, x: Tensor) -> Tensor:
