@@ -172,6 +172,8 @@ def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
         for family in ("llama", "gemma2")
         for prompt, response in ((40, 70), (150, 12))
     ]
+    # Half a chunk is unused after each prompt and response, as the planner expects.
+    cases += [(family, "float32", False, [192] * 5, 160) for family in WITH_STATE]
     cases += [
         (family, dtype, False, [120, 90, 33, 20, 7], 0)
         for family in WITH_STATE
@@ -190,11 +192,12 @@ def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
         if shared:
             groups = shared_groups(shared, lengths[0] - shared, count=len(lengths))
         computed = sum(lengths) - shared * (len(lengths) - 1)
-        work = RowPart(kernels, computed, groups=groups)
+        branches = (len(lengths) + 1) * bool(shared)
+        work = RowPart(kernels, computed, groups=groups, branches=branches)
         scored = sum(lengths) - (3 + shared) * len(lengths)
         own = saved_bytes(_shape(family), work, num_scored=scored)
         planned = own.blocks + own.rest  # what is made again is not there yet
-        assert planned == pytest.approx(found, rel=0.08 if family in WITH_STATE else 0.05), (
+        assert planned == pytest.approx(found, rel=0.1 if family in WITH_STATE else 0.05), (
             family,
             dtype,
             recomputes,

@@ -90,6 +90,7 @@ class RowPart:
     groups: tuple[PaddedGroup, ...] = ()  # of the whole row; needed if the kernels pad
     sequences: int = 1  # the whole row has at least so many
     copied_keys: int = 0  # of the whole row, see shared_prompts.py
+    branches: int = 0  # prompts and responses of the whole row that are computed apart
 
     def heads(self, own: Attention) -> tuple[int, int]:
         """Return the numbers of query heads and of key/value heads of the rank under tp."""
@@ -248,7 +249,9 @@ def _state_bytes(own: StateLayer, work: RowPart) -> int:
     share = own.keys * own.values / CHUNK
     per_head = 4 * (keys * own.keys + rows * own.values + chunks * CHUNK + share)
     per_head = 4 * own.saved if own.saved else per_head
-    padded = math.ceil(tokens / CHUNK) * CHUNK
+    # Each branch begins and ends a chunk.
+    unused = work.branches * CHUNK / 2 / (work.cut.tp * work.cut.cp)
+    padded = math.ceil((tokens + unused) / CHUNK) * CHUNK
     rest = c * (own.kernel + 1) * own.channels + 2 * c * values
     return int(padded * own.heads * per_head + tokens * rest)
 

@@ -68,6 +68,7 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         tokens=int(groups * group.computed_tokens),
         groups=group.padded(of_row) if run.kernels.is_padded else (),
         copied_keys=int(of_row * group.copied_keys),
+        branches=int(of_row * (group.size + group.pieces)),
     )
     num_scored = int(groups * group.size * run.response_tokens)
     found = _memory_of(run, axes, shared, num_scored=num_scored)
