@@ -41,7 +41,8 @@ ROUNDED = {"qwen3_next": 0.1, "qwen3_5_moe": 0.1}
 def _config(where: Path, family: str, **lora: Any) -> Config:
     if family in SEEING:
         folder = where / family
-        make_vision_model(family, folder, text=TEXT | SEEING[family])
+        text = TEXT | SEEING[family] | {"tie_word_embeddings": False}
+        make_vision_model(family, folder, text=text)
     else:
         folder = folder_of(where, family, FIELDS.get(family, {}))
     layout = LayoutSettings(placement="colocated", world_size=1)
