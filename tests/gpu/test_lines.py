@@ -33,7 +33,7 @@ def test_the_table_of_lines_that_only_cuda_reaches_is_complete():
 
 def test_statements_after_a_condition_on_the_cpu_are_found():
     found = {f"{place.file}:{place.function}": place.text for place in places()}
-    assert "engine/vllm/records.py:_ReturnedRoutes.finished" in found  # by `if on_cpu: return`
+    assert "engine/vllm/records.py:_ReturnedMasks.add" in found  # by `if on_cpu: return`
     assert found["engine/vllm/records.py:make_mask_recorder"].startswith("_ReturnedMasks(")
     assert found["train/adamw.py:AdamW.step"].startswith("torch.cuda.synchronize")
     assert not any(name.startswith("engine/vllm/records.py:_Slot") for name in found)
