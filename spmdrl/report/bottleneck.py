@@ -15,7 +15,7 @@ from spmdrl.report.timeline import RankStep, read_timeline
 from spmdrl.report.waits import OTHER, critical_path
 
 CAUSES = {
-    "generate": ("generate", "await_the_replica_s_leader"),
+    "generate": ("generate", "await_the_replica_s_leader", "exchange_drawn_tokens"),
     "tail": (),  # a part of `generate` that only the metrics know
     "reward": ("engine_idle_reward",),
     "environment": ("engine_idle_environment",),

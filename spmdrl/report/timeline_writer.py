@@ -26,6 +26,7 @@ class Phase(NamedTuple):
 PHASES = {
     "generate": Phase("source.generate", "replica"),
     "await the replica's leader": Phase("source.generate", "replica"),
+    "exchange drawn tokens": Phase("source.generate", "replica"),
     "await other replicas": Phase("source.generate", "replica"),
     "await rollouts": Phase("rl.exchange", "all"),
     "exchange scalars": Phase("rl.exchange", "all"),

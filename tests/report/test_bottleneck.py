@@ -69,7 +69,7 @@ def test_a_run_is_explained_by_the_mean_of_its_newest_complete_steps():
             dict(generate=6, update=4),
             dict(layout=dict(placement="split", world_size=4, trainer_ranks=1), lag=0),
             "60% of it (6 s) is sampling",
-            ["lag 1", "layout.world_size 4", "layout.trainer_ranks 1"],
+            ["lag 1", "layout.world_size is 4", "layout.trainer_ranks 1"],
         ),
         (
             dict(update=6, generate=4),

@@ -618,7 +618,7 @@ function causeTable(steps, byCause, at, count) {
 const PHASE_CAUSES = { await_rollouts: "peers", await_peers: "peers", await_other_replicas: "peers", agree_to_stop: "peers",
   exchange_scalars: "exchange", exchange_tokens: "exchange", advantages: "annotate", reward_model: "annotate", verify_push: "push",
   gather_evaluation: "evaluate", certificate: "report", engine_idle_reward: "reward", engine_idle_environment: "environment",
-  begin_checkpoint: "save", copy_checkpoint: "save", write_checkpoint: "save", checkpoint: "save", "await_the_replica_s_leader": "peers" };
+  begin_checkpoint: "save", copy_checkpoint: "save", write_checkpoint: "save", checkpoint: "save", "await_the_replica_s_leader": "peers", exchange_drawn_tokens: "generate" };
 const phaseColor = (name) => CAUSE_COLORS[name] || CAUSE_COLORS[PHASE_CAUSES[name]] || "#999";
 
 async function drawTimeline(place, run, step) {
