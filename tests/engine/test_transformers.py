@@ -148,7 +148,8 @@ def forbid_vllm() -> None:
         sys.modules[name] = None
     # These were imported before the fork, with vLLM.
     for name in [name for name in sys.modules if name.startswith("spmdrl.engine.vllm")]:
-        del sys.modules[name]
+        if name != "spmdrl.engine.vllm.core_loop":  # has a record, and no import of vLLM
+            del sys.modules[name]
 
 
 def refusals(world: World, model: str) -> dict[str, str]:

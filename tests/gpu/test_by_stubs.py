@@ -85,7 +85,7 @@ def test_the_transformers_engine_has_the_room_that_gpus_have(gpu) -> None:
     runner = object.__new__(ModelRunner)
     runner._device, runner._longest = DEVICE, 10
     runner.cache = SimpleNamespace(nbytes=5, state_bytes=0)
-    runner._packing_support = SimpleNamespace(mixers=(), states={})
+    runner._packing_support = SimpleNamespace(mixers=(), states={}, repeated=())
     runner._cfg = made(engine=dict(gpu_memory_frac=0.8))
     assert runner._fitting_slots(10) == (800 - 400) // 50
     runner._cfg = made(engine=dict(gpu_memory_frac=0.4))

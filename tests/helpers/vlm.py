@@ -117,6 +117,6 @@ class _Mask:
     def __init__(self, shown: Tensor, *, is_one: bool):
         self._shown, self._is_one = shown.bool(), is_one
 
-    def __call__(self, *args: Any, inputs_embeds: Tensor, **others: Any) -> Any:
+    def __call__(self, ids: Tensor, inputs_embeds: Tensor, **others: Any) -> Any:
         mask = self._shown[..., None].expand_as(inputs_embeds)
         return mask if self._is_one else (mask, torch.zeros_like(mask))

@@ -273,6 +273,9 @@ class FileShards:
         self.parts = {name: Part.whole(name, tuple(w.shape)) for name, w in weights.items()}
         self._shards = weights if is_trainer else {}
 
+    def reloaded_names(self, dtype: torch.dtype) -> dict[str, tuple]:
+        return self.names
+
     def shards(self) -> dict[str, Tensor]:
         return self._shards
 
