@@ -114,6 +114,12 @@ class Packing:
     computed: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What layers computed of this row alone, for the next layers."""
 
+    def once(self, key: str, compute: Callable[[], Any]) -> Any:
+        """Return what is computed of this row once, for all of its layers."""
+        if key not in self.computed:
+            self.computed[key] = compute()
+        return self.computed[key]
+
     @property
     def of_keys(self) -> Packing:
         """Where sequences begin among the keys."""

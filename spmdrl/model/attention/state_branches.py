@@ -57,13 +57,6 @@ def _sequences(packing: Packing) -> tuple[list[tuple[int, int]], tuple[int, ...]
     return list(zip(bounds, bounds[1:])), packing.parents
 
 
-def _once(packing: Packing, key: str, compute: Callable[[], Any]) -> Any:
-    """Return what is computed of a row once, for all of its layers."""
-    if key not in packing.computed:
-        packing.computed[key] = compute()
-    return packing.computed[key]
-
-
 # --------------------------------------------------------------------------- chunks
 
 
@@ -147,7 +140,7 @@ def with_earlier(
     """
     if packing.parents is None:
         return compute(packing, *inputs)
-    row = _once(packing, f"{count} earlier tokens", lambda: _earlier(packing, count))
+    row = packing.once(f"{count} earlier tokens", lambda: _earlier(packing, count))
     return take(compute(row.packing, *(row.copies.of(x.T).T for x in inputs)), row.own)
 
 
@@ -160,7 +153,7 @@ class _Generation:
 
     at: Tensor  # [n] int64, their tokens in the row
     bounds: Tensor  # [S + 1] int64, where each begins among these
-    before: Tensor | None  # [S] int64, their parents, counted level by level; None: they have none
+    before: list[int]  # [S], their parents, counted level by level; empty: they have none
 
 
 def _levels(packing: Packing, *, one_by_one: bool) -> tuple[list[_Generation], Tensor]:
@@ -172,16 +165,17 @@ def _levels(packing: Packing, *, one_by_one: bool) -> tuple[list[_Generation], T
         depth = depths[parent] + 1 if parent >= 0 else 0
         depths.append(number if one_by_one else depth)
     order = sorted(range(len(spans)), key=lambda number: depths[number])
+    index_of = {number: index for index, number in enumerate(order)}
     levels = []
     for _, members in groupby(order, key=lambda number: depths[number]):
         own = [*members]
         bounds = [0, *accumulate(spans[number][1] - spans[number][0] for number in own)]
-        before = [order.index(parents[number]) for number in own if parents[number] >= 0]
+        before = [index_of[parents[number]] for number in own if parents[number] >= 0]
         levels.append(
             _Generation(
                 torch.cat([torch.arange(*spans[number]) for number in own]).to(device),
                 torch.tensor(bounds, device=device),
-                torch.tensor(before, device=device) if before else None,
+                before,
             )
         )
     return levels, torch.cat([level.at for level in levels]).argsort()
@@ -205,13 +199,13 @@ def by_levels(
     if packing.parents is None:
         return compute(*inputs, bounds=packing.cu_seqlens.long(), before=None)[0]
     key = f"levels, one by one: {one_by_one}"
-    levels, inverse = _once(packing, key, lambda: _levels(packing, one_by_one=one_by_one))
+    levels, inverse = packing.once(key, lambda: _levels(packing, one_by_one=one_by_one))
     outputs = []
-    states: list[Tensor] = []
+    states: list[Tensor] = []  # after each sequence
     for level in levels:
-        before = None if level.before is None else torch.cat(states)[level.before]
+        before = torch.stack([states[index] for index in level.before]) if level.before else None
         own = (take(x[None], level.at)[0] for x in inputs)
         output, after = compute(*own, bounds=level.bounds, before=before)
         outputs.append(output)
-        states.append(after)
+        states += after.unbind()
     return take(torch.cat(outputs)[None], inverse)[0]

@@ -62,10 +62,7 @@ class _Chunks:
     @classmethod
     def of(cls, packing: Packing, tokens: int, *, size: int = CHUNK) -> _Chunks:
         """Return the chunks of a row, which are the same for all of its layers."""
-        key = f"chunks of {size}"
-        if key not in packing.computed:
-            packing.computed[key] = cls._of(packing, tokens, size)
-        return packing.computed[key]
+        return packing.once(f"chunks of {size}", lambda: cls._of(packing, tokens, size))
 
     @classmethod
     def _of(cls, packing: Packing, tokens: int, size: int) -> _Chunks:
