@@ -204,15 +204,9 @@ def check_drafts(
     if not cfg.engine.draft_tokens:
         return
     config = hf_config_of(cfg.model)
-    what = ""
+    what = _beyond_plain_text(config, mixers=mixers, is_seeing=is_seeing)
     if states:
         what = f"layers with a state ({', '.join(states)}), which draft tokens would change"
-    elif mixers:
-        what = f"layers that compute by code of their own ({', '.join(mixers)})"
-    elif getattr(config, "kv_lora_rank", None):
-        what = "latent attention"
-    elif is_seeing:
-        what = "images"
     if what:
         raise Refusal(
             f"engine.options.speculative_config: is set with a {config.model_type}, which has "
@@ -231,18 +225,20 @@ def check_data_parallel(cfg: Config, *, mixers: Collection[str], is_seeing: bool
     if cfg.layout.inference_dp == 1:
         return
     config = hf_config_of(cfg.model)
-    what = ""
-    if mixers:
-        what = f"layers that compute by code of their own ({', '.join(mixers)})"
-    elif getattr(config, "kv_lora_rank", None):
-        what = "latent attention"
-    elif is_seeing:
-        what = "images"
-    if what:
+    if what := _beyond_plain_text(config, mixers=mixers, is_seeing=is_seeing):
         raise Refusal(
             f"layout.inference_dp: {cfg.layout.inference_dp} with a {config.model_type}, which has "
             f"{what}; it was tried with models of text with plain attention alone; set it to 1"
         )
+
+
+def _beyond_plain_text(config: Any, *, mixers: Collection[str], is_seeing: bool) -> str:
+    """Return what a model has beside text and plain attention; empty if nothing."""
+    if mixers:
+        return f"layers that compute by code of their own ({', '.join(mixers)})"
+    if getattr(config, "kv_lora_rank", None):
+        return "latent attention"
+    return "images" if is_seeing else ""
 
 
 # --------------------------------------------------------------------------- a trial
