@@ -40,7 +40,7 @@ _IS_TRUNCATED = {"stop": False, "length": True}
 
 
 @record
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class NewTokens:
     """What one step drew for a request."""
 
