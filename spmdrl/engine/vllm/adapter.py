@@ -53,6 +53,8 @@ def experts_in_files(cfg: Config) -> dict[str, str]:
     """Return {name of a live module of experts: what files, and so vLLM, call it}."""
     hf_model = build_meta_model(cfg.model)
     live = experts_modules(hf_model)
+    if not live:
+        return {}
     found = {}
     for name, part in file_tensors(hf_model).items():
         module = part.tensor.rpartition(".")[0]
