@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import Config, inference_ranks
+from spmdrl.config import Config
 from spmdrl.journal import read_rows
 from spmdrl.report.timeline import RankStep, read_timeline
 from spmdrl.report.waits import OTHER, critical_path
+from spmdrl.world.axes import axes_of
 
 CAUSES = {
     "generate": ("generate", "await_the_replica_s_leader", "exchange_drawn_tokens"),
@@ -192,9 +193,8 @@ def _is_split(cfg: Config) -> bool:
 
 def _has_rounds(cfg: Config) -> bool:
     """Return whether a replica has more sequences of a step than its engine draws at once."""
-    replicas = len(inference_ranks(cfg)) // cfg.layout.replica_ranks
     sequences = cfg.batch.prompts_per_step * cfg.sequences_per_row
-    return sequences > replicas * cfg.engine.max_num_seqs
+    return sequences > axes_of(cfg).replicas * cfg.engine.max_num_seqs
 
 
 _ADVICE: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
