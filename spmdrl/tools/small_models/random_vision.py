@@ -156,22 +156,15 @@ def _qwen_ids(words: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {f"{name}_id": _id(words, _QWEN[name]) for name in names}
 
 
-def _qwen2(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
-    # vLLM's loader and transformers read the same from either name.
-    rope = _mrope(sizes)
+def _merging_tower(sizes: Sizes, **own: Any) -> dict[str, Any]:
     return dict(
-        _qwen_ids(words),
-        text_config=dict(sizes.text, rope_parameters=rope, rope_scaling=rope),
-        vision_config=dict(
-            depth=sizes.layers,
-            embed_dim=sizes.width,
-            hidden_size=sizes.text["hidden_size"],
-            num_heads=2,
-            mlp_ratio=2,
-            patch_size=PATCH,
-        ),
-        vocab_size=sizes.text["vocab_size"],
-        tie_word_embeddings=sizes.text["tie_word_embeddings"],
+        depth=sizes.layers,
+        hidden_size=sizes.width,
+        num_heads=2,
+        intermediate_size=2 * sizes.width,
+        out_hidden_size=sizes.text["hidden_size"],
+        patch_size=PATCH,
+        **own,
     )
 
 
@@ -181,53 +174,48 @@ def _glm4(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
     return dict(
         {f"{name}_id": _id(words, token) for name, token in _GLM_TOKENS.items()},
         text_config=dict(sizes.text, rope_parameters=rope),
-        vision_config=dict(
-            depth=sizes.layers,
-            hidden_size=sizes.width,
-            num_heads=2,
-            intermediate_size=2 * sizes.width,
-            out_hidden_size=sizes.text["hidden_size"],
-            image_size=sizes.image_side,
-            patch_size=PATCH,
-        ),
+        vision_config=_merging_tower(sizes, image_size=sizes.image_side),
         tie_word_embeddings=sizes.text["tie_word_embeddings"],
     )
 
 
-def _qwen2_5(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
-    # Sizes fit vLLM's loader, which reads the same from either name.
+def _of_qwen2(
+    words: PreTrainedTokenizerBase, sizes: Sizes, *, tower: dict[str, Any]
+) -> dict[str, Any]:
     rope = _mrope(sizes)
     return dict(
         _qwen_ids(words),
+        # vLLM's loader and transformers read the same from either name.
         text_config=dict(sizes.text, rope_parameters=rope, rope_scaling=rope),
-        vision_config=dict(
-            depth=sizes.layers,
-            hidden_size=sizes.width,
-            num_heads=2,
-            intermediate_size=2 * sizes.width,
-            out_hidden_size=sizes.text["hidden_size"],
-            fullatt_block_indexes=[sizes.layers - 1],
-            window_size=4 * PATCH,
-            patch_size=PATCH,
-        ),
+        vision_config=tower,
         vocab_size=sizes.text["vocab_size"],
         tie_word_embeddings=sizes.text["tie_word_embeddings"],
     )
+
+
+def _qwen2(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
+    tower = dict(
+        depth=sizes.layers,
+        embed_dim=sizes.width,
+        hidden_size=sizes.text["hidden_size"],
+        num_heads=2,
+        mlp_ratio=2,
+        patch_size=PATCH,
+    )
+    return _of_qwen2(words, sizes, tower=tower)
+
+
+def _qwen2_5(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
+    windows = dict(fullatt_block_indexes=[sizes.layers - 1], window_size=4 * PATCH)
+    return _of_qwen2(words, sizes, tower=_merging_tower(sizes, **windows))
 
 
 def _qwen3(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
     return dict(
         _qwen_ids(words),
         text_config=dict(sizes.text, rope_parameters=_mrope(sizes, mrope_interleaved=True)),
-        vision_config=dict(
-            depth=sizes.layers,
-            hidden_size=sizes.width,
-            num_heads=2,
-            intermediate_size=2 * sizes.width,
-            out_hidden_size=sizes.text["hidden_size"],
-            num_position_embeddings=16,
-            deepstack_visual_indexes=[0],
-            patch_size=PATCH,
+        vision_config=_merging_tower(
+            sizes, num_position_embeddings=16, deepstack_visual_indexes=[0]
         ),
         tie_word_embeddings=sizes.text["tie_word_embeddings"],
     )
