@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.built import small_model
 from tests.helpers.runs import DELTA, TINY, check_deltas, metrics, run, run_killed
-from tests.program.test_router_replay import REWARD, check_metrics, check_recorded
+from tests.program.test_router_replay import CARRIED_OVER, REWARD, check_metrics, check_recorded
 from tests.program.test_train import assert_same_end
 
 pytestmark = pytest.mark.grid
@@ -75,17 +75,8 @@ def test_a_killed_and_resumed_run_ends_bit_identical(model, tmp_path):
 def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     out = tmp_path / "out"
-    flags = flags_of(model, out) | DELTA
-    flags |= {
-        "engine.dtype": "bfloat16",
-        "model.moe.replay": "true",
-        "rollout.record.every": "1",
-        "rollout.schedule.in_flight": "true",
-        "rollout.schedule.over_sample": "1.5",
-        "rollout.schedule.max_staleness": "3",
-        "sampling.max-response-tokens": 40,
-        "checkpoint.every-steps": 2,
-    }
+    flags = flags_of(model, out) | CARRIED_OVER | DELTA
+    flags |= {"model.moe.replay": "true", "rollout.record.every": "1"}
     run("demo_grpo.yaml", 4, **flags, steps=3)
     run("demo_grpo.yaml", 4, **flags, steps=6)
     rows = check_recorded(out, 6)

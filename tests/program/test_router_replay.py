@@ -30,6 +30,20 @@ def varied(prompts, completions, **columns):
 )
 
 
+CARRIED_OVER = {
+    "engine.kind": "vllm",
+    "engine.dtype": "bfloat16",
+    "engine.options": "{enable_expert_parallel: true}",
+    "lag": 1,
+    "rollout.schedule.in_flight": "true",
+    "rollout.schedule.over_sample": "1.5",
+    "rollout.schedule.max_staleness": "3",
+    "sampling.max-response-tokens": 40,
+    "checkpoint.every-steps": 2,
+}
+"""Samples of vLLM go on after updates and after a resume."""
+
+
 def flags_of(model: Path, out: Path, **flags: object) -> dict[str, object]:
     own = {
         "model.path": model,
@@ -130,22 +144,7 @@ def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
 def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     out = tmp_path / "out"
-    flags = (
-        flags_of(model, out)
-        | {
-            "engine.kind": "vllm",
-            "engine.dtype": "bfloat16",
-            "layout.inference-tp": 2,
-            "engine.options": "{enable_expert_parallel: true}",
-            "lag": 1,
-            "rollout.schedule.in_flight": "true",
-            "rollout.schedule.over_sample": "1.5",
-            "rollout.schedule.max_staleness": "3",
-            "sampling.max-response-tokens": 40,
-            "checkpoint.every-steps": 2,
-        }
-        | DELTA
-    )
+    flags = flags_of(model, out) | CARRIED_OVER | DELTA | {"layout.inference-tp": 2}
     run("demo_grpo.yaml", 4, **flags, steps=4)
     run("demo_grpo.yaml", 4, **flags, steps=8)
     rows = check_recorded(out, 8)
